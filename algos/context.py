@@ -1,0 +1,92 @@
+"""What the trainer offers an algorithm. Shapes as in `algos.rollouts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tridentrl.algos.rollouts import Rollouts
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Sizes of the whole optimizer batch, over every micro-batch and data-parallel rank, so that no split changes a gradient."""
+
+    tokens: float
+    """Trained response tokens (sum of `response_mask`)."""
+    sequences: float
+    """Samples with at least one trained token."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a loss sees of one micro-batch: r response tokens of s samples, packed."""
+
+    response_mask: Tensor
+    """float32 [r]."""
+    lengths: Tensor
+    """int64 [s], response tokens of each sample; sums to r."""
+    fields: dict[str, Tensor]
+    """float32 [r] each, as put there by `Rollouts.with_fields`."""
+    denominators: Denominators
+
+
+# A policy loss gets (logprobs [r], entropy [r], micro-batch), a value loss (values [r], micro-batch). Both return a scalar
+# already divided by the global denominators, so that the sum over micro-batches and data-parallel ranks is the loss, and
+# metrics that are summed the same way (a name that ends in `_max` is reduced by maximum instead).
+PolicyLoss = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+ValueLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Context(Protocol):
+    """The verbs of a controller program. Every rank calls the same ones in the same order."""
+
+    kl_coef: float
+    """`trainer.kl_coef`."""
+    data_group: ProcessGroup | None
+    """The data-parallel group; None when there is one rank."""
+
+    def generate(self, prompts: Any, *, n: int, greedy: bool = False) -> Rollouts:
+        """Sample `n` responses to each prompt row. Field `engine_logprobs` holds the engine's own log-probabilities."""
+        ...
+
+    def demonstrations(self, prompts: Any) -> Rollouts:
+        """The rows' own responses (`data.response_key`) as a batch, for supervised training."""
+        ...
+
+    def reward(self, rollouts: Rollouts) -> Tensor:
+        """Score of every sample, float32 [N], on all ranks; NaN where the sample is excluded from statistics and loss."""
+        ...
+
+    def actor_logprobs(self, rollouts: Rollouts) -> Tensor:
+        """log pi(token) of the current actor at the sampling temperature, float32 [R]."""
+        ...
+
+    def reference_logprobs(self, rollouts: Rollouts) -> Tensor:
+        """The same from the frozen reference."""
+        ...
+
+    def values(self, rollouts: Rollouts) -> Tensor:
+        """Critic value of the state in which each response token was chosen, float32 [R]."""
+        ...
+
+    def update_actor(self, rollouts: Rollouts, loss: PolicyLoss, *, epochs: int = 1, mini_batch_size: int | None = None) -> None:
+        """One optimizer step per mini-batch of `mini_batch_size` samples (None: all) and epoch."""
+        ...
+
+    def update_critic(self, rollouts: Rollouts, loss: ValueLoss, *, epochs: int = 1, mini_batch_size: int | None = None) -> None:
+        """The same for the critic."""
+        ...
+
+    def timer(self, name: str) -> AbstractContextManager[None]:
+        """Adds the seconds of the block to `timing_s/<name>`."""
+        ...
+
+    def log(self, **metrics: float) -> None:
+        """Record metrics of this step; `a__b` becomes `a/b`."""
+        ...

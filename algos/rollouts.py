@@ -1,0 +1,76 @@
+"""What an algorithm sees of a batch of sequences.
+
+Shape legend: N samples of the step over all ranks; n of them on this data-parallel rank; T tokens of those n samples,
+prompt and response, packed one after the other; R response tokens of those n samples, packed the same way.
+Everything with N is equal on every rank; everything with n, T or R differs from one data-parallel rank to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """A batch of prompt + response sequences: sample facts known everywhere, tokens only where they are trained."""
+
+    group_ids_N: Tensor
+    """int64. Samples of one prompt row share an id; two rows with equal text do not."""
+    prompt_lengths_N: Tensor
+    response_lengths_N: Tensor
+    truncated_N: Tensor
+    """bool. True where the engine stopped for length and not by an end-of-sequence id or stop string."""
+    data_sources_N: tuple[str, ...]
+    rows_n: Tensor
+    """int64, ascending. Which of the N samples have their tokens here."""
+    tokens_T: Tensor
+    """int64 ids exactly as sampled, never re-tokenised."""
+    response_mask_R: Tensor
+    """float32. 1 where the token was chosen by the policy and is trained."""
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further float32 tensors of shape [R], for example `engine_logprobs`, `old_logprobs`, `advantages`."""
+
+    def __len__(self) -> int:
+        return len(self.group_ids_N)
+
+    @property
+    def lengths_n(self) -> Tensor:
+        """Response tokens of each sample held here, shape [n]."""
+        return self.response_lengths_N[self.rows_n]
+
+    def per_token(self, values_N: Tensor) -> Tensor:
+        """Repeat one value per sample over that sample's response tokens: [N] -> [R]."""
+        if values_N.shape != (len(self),):
+            raise ValueError(f"expected one value for each of the {len(self)} samples, got shape {tuple(values_N.shape)}")
+        return values_N[self.rows_n].repeat_interleave(self.lengths_n)
+
+    def with_fields(self, **fields_R: Tensor) -> Rollouts:
+        """A copy that carries these [R] tensors too."""
+        for name, tensor in fields_R.items():
+            if tensor.shape != self.response_mask_R.shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the batch has {self.response_mask_R.shape[0]} response tokens")
+        return replace(self, fields={**self.fields, **fields_R})
+
+    def __getitem__(self, keep_N: Tensor) -> Rollouts:
+        """The samples where the boolean mask `keep_N` is True, in the same order, tokens and fields cut alike."""
+        if keep_N.dtype != torch.bool or keep_N.shape != (len(self),):
+            raise ValueError(f"select samples by a bool mask of shape ({len(self)},), got {keep_N.dtype} {tuple(keep_N.shape)}")
+        keep_n = keep_N[self.rows_n]
+        keep_R = keep_n.repeat_interleave(self.lengths_n)
+        keep_T = keep_n.repeat_interleave((self.prompt_lengths_N + self.response_lengths_N)[self.rows_n])
+        renumbered_N = keep_N.cumsum(0) - 1
+        return Rollouts(
+            group_ids_N=self.group_ids_N[keep_N],
+            prompt_lengths_N=self.prompt_lengths_N[keep_N],
+            response_lengths_N=self.response_lengths_N[keep_N],
+            truncated_N=self.truncated_N[keep_N],
+            data_sources_N=tuple(source for source, kept in zip(self.data_sources_N, keep_N.tolist(), strict=True) if kept),
+            rows_n=renumbered_N[self.rows_n[keep_n]],
+            tokens_T=self.tokens_T[keep_T],
+            response_mask_R=self.response_mask_R[keep_R],
+            fields={name: tensor[keep_R] for name, tensor in self.fields.items()},
+        )

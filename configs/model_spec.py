@@ -1,0 +1,37 @@
+"""The facts of a decoder-only model that layouts, builders and rules need, free of any framework."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Shape of one decoder-only transformer. Sizes count elements, never bytes. Made by `weights.families.spec_from_hf`."""
+
+    family: str
+    """Name of the file in `weights/families/` that lists the tensors."""
+    hf_type: str
+    """`model_type` of the Hugging Face config."""
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Size of one attention head; need not be hidden_size / num_heads."""
+    ffn_size: int
+    vocab_size: int
+    """Rows of the embedding as Hugging Face stores it, without any padding."""
+    max_positions: int
+    tied: bool
+    """Whether the output projection shares the embedding's storage; decided by the config alone."""
+    qkv_bias: bool
+    qk_norm: bool
+    """RMSNorm of size head_dim on queries and keys (Qwen3)."""
+    norm_eps: float
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """`rope_parameters` in transformers 5 form: `rope_type`, `rope_theta` and the scaling fields."""
+    dtype: str = "float32"
+    """Data type of the stored weights (`float32`, `bfloat16`, `float16`)."""
