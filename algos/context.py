@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -87,6 +87,6 @@ class Context(Protocol):
         """Adds the seconds of the block to `timing_s/<name>`."""
         ...
 
-    def log(self, **metrics: float) -> None:
-        """Record metrics of this step; `a__b` becomes `a/b`."""
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Record metrics of this step under their full names, for example `rollout/length_mean`."""
         ...
