@@ -1,0 +1,37 @@
+"""Supervised fine-tuning: maximum likelihood of the rows' own responses.
+
+Loss: -sum_t w_t log pi(y_t | x, y_<t), with w by `loss_aggregation` (default: the mean over all response tokens of the batch).
+Prompt tokens are not trained. Log-probabilities are taken at the temperature the context uses for its actor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tridentrl.algos.algorithm import Algorithm, AlgorithmConfig
+from tridentrl.algos.context import Context, MicroBatch
+from tridentrl.algos.registry import register
+from tridentrl.kernels.losses import mean_over_batch
+from tridentrl.kernels.masks import neutralise
+
+
+@register("sft")
+class SFT(Algorithm):
+    Config = AlgorithmConfig
+    config: AlgorithmConfig
+    online = False
+
+    def roles(self, *, kl_coef: float) -> tuple[str, ...]:
+        return ("actor",)
+
+    def step(self, ctx: Context, prompts: Any) -> None:
+        demonstrations = ctx.demonstrations(prompts)
+        ctx.update_actor(demonstrations, self.loss, epochs=self.config.epochs, mini_batch_size=self.config.mini_batch_size)
+
+    def loss(self, logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        mask, tokens = batch.response_mask, batch.denominators.tokens
+        (trained_logprobs,) = neutralise(mask, logprobs)
+        loss = -(self.weights(batch) * trained_logprobs).sum()
+        return loss, {"nll": mean_over_batch(-logprobs, mask, tokens=tokens), "entropy": mean_over_batch(entropy, mask, tokens=tokens)}
