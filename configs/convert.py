@@ -110,7 +110,7 @@ class _Reader:
         try:
             return kind(**values)
         except ValueError as error:
-            self.problems.append(f"{where}: {error}" if where else str(error))
+            self.problems += [line if line.startswith(where) else f"{where}: {line}" for line in str(error).splitlines()]
             return None
 
     def value(self, hint: Any, value: Any, key: str) -> Any:
