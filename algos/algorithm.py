@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,16 +13,18 @@ from tridentrl.algos.context import Context, MicroBatch
 from tridentrl.algos.rollouts import Rollouts
 from tridentrl.kernels.losses import AGGREGATIONS, token_weights
 
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"]
+
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
-    """Settings that every algorithm has. A config checks itself when it is made: ValueError lists all that is wrong."""
+class BaseConfig:
+    """Keys of the section `algorithm` that every algorithm has. Making one with bad values raises a ValueError that lists all of them."""
 
     epochs: int = 1
     """Passes over the samples of one step."""
     mini_batch_size: int | None = None
     """Samples (responses, not prompts) over all ranks per optimizer step; None: all samples of the step at once."""
-    loss_aggregation: str = "token-mean"
+    loss_aggregation: Aggregation = "token-mean"
     """How token losses become one number: token-mean, seq-mean-token-mean, seq-mean-token-sum or fixed-length."""
     loss_length: int | None = None
     """Tokens that loss_aggregation=fixed-length divides each sample's sum by, usually the longest response allowed."""
@@ -54,7 +56,7 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradientConfig(AlgorithmConfig):
+class PolicyGradientConfig(BaseConfig):
     """Settings shared by the algorithms that sample and use the clipped ratio objective."""
 
     clip_coef: float = 0.2
@@ -79,18 +81,18 @@ class PolicyGradientConfig(AlgorithmConfig):
 
 
 def rule(key: str, value: Any, holds: bool, sentence: str) -> list[str]:
-    """Nothing where the rule holds, else the error for `algorithm.<key>`."""
-    return [] if holds else [f"algorithm.{key}={'null' if value is None else value}: {sentence}"]
+    """Nothing where the rule holds, else one error message."""
+    return [] if holds else [f"{key}={'null' if value is None else value}: {sentence}"]
 
 
 class Algorithm(ABC):
     """One RL or supervised algorithm. Sees tensors and the `Context`, never an engine."""
 
-    Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+    Config: ClassVar[type[BaseConfig]] = BaseConfig
     online: ClassVar[bool] = True
     """Whether it trains on its own samples, so that a rollout engine is needed."""
 
-    def __init__(self, config: AlgorithmConfig | None = None) -> None:
+    def __init__(self, config: BaseConfig | None = None) -> None:
         self.config: Any = self.Config() if config is None else config
         if not isinstance(self.config, self.Config):
             raise ValueError(f"{type(self).__name__} needs a {self.Config.__name__}, got a {type(config).__name__}")

@@ -13,11 +13,11 @@ loss_aggregation=fixed-length, loss_length=<longest response>, beta=0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-from tridentrl.algos.algorithm import Algorithm, PolicyGradientConfig, rule, without_truncated
+from tridentrl.algos.algorithm import Aggregation, Algorithm, PolicyGradientConfig, rule, without_truncated
 from tridentrl.algos.context import Context, MicroBatch
 from tridentrl.algos.registry import register
 from tridentrl.kernels.advantages import GroupStatistics, group_normalized, group_statistics, masked_mean, top_k_per_group
@@ -30,14 +30,14 @@ class GRPOConfig(PolicyGradientConfig):
     """Responses sampled for each prompt (the paper's G, which uses 64)."""
     beta: float = 0.04
     """Weight of the KL term in the loss (the paper's value). With 0 no reference model is built. `trainer.kl_coef` is not used."""
-    kl_estimator: str = "k3"
+    kl_estimator: Literal["k2", "k3"] = "k3"
     """k3 (the paper's) or k2, whose gradient is that of the KL itself; see `kernels.losses.kl_estimate`."""
     top_k: int | None = None
     """Samples of each group that are trained, by reward, highest first, chosen after the group was normalised; None: all."""
     normalize_std: bool = True
     """Divide by the group's standard deviation."""
-    loss_aggregation: str = "seq-mean-token-mean"
-    """The paper's: mean over a sample's tokens, then over samples. See `AlgorithmConfig` for the others."""
+    loss_aggregation: Aggregation = "seq-mean-token-mean"
+    """The paper's: mean over a sample's tokens, then over samples. See `BaseConfig` for the others."""
 
     def problems(self) -> list[str]:
         return [

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tridentrl.algos.algorithm import Algorithm
 
@@ -35,20 +34,7 @@ def get_algorithm_registry() -> Mapping[str, type[Algorithm]]:
 def algorithm_class(name: str) -> type[Algorithm]:
     """The algorithm registered under `name`; ValueError with all names and the nearest."""
     if name not in _algorithms:
-        raise ValueError(f"algorithm.name={name} is unknown{_nearest(name, _algorithms)}; known are {', '.join(sorted(_algorithms))}")
+        close = difflib.get_close_matches(name, list(_algorithms), n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"algorithm.name={name} is unknown; {hint}Known are {', '.join(sorted(_algorithms))}")
     return _algorithms[name]
-
-
-def build(name: str, settings: Mapping[str, Any] | None = None) -> Algorithm:
-    """The algorithm `name` with these values of its config; ValueError for an unknown name, an unknown key or a broken rule."""
-    algorithm, settings = algorithm_class(name), dict(settings or {})
-    keys = [field.name for field in dataclasses.fields(algorithm.Config)]
-    for key in settings:
-        if key not in keys:
-            raise ValueError(f"algorithm.{key} is not a key of {name}{_nearest(key, keys)}; its keys are {', '.join(keys)}")
-    return algorithm(algorithm.Config(**settings))
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""

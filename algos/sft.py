@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tridentrl.algos.algorithm import Algorithm, AlgorithmConfig
+from tridentrl.algos.algorithm import Algorithm, BaseConfig
 from tridentrl.algos.context import Context, MicroBatch
 from tridentrl.algos.registry import register
 from tridentrl.kernels.losses import mean_over_batch
@@ -19,8 +19,8 @@ from tridentrl.kernels.masks import neutralise
 
 @register("sft")
 class SFT(Algorithm):
-    Config = AlgorithmConfig
-    config: AlgorithmConfig
+    Config = BaseConfig
+    config: BaseConfig
     online = False
 
     def roles(self, *, kl_coef: float) -> tuple[str, ...]:

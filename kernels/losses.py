@@ -64,7 +64,7 @@ def policy_loss(
 
     Returns the scalar loss and pg_loss, pg_clipfrac (share of tokens where the clip decides), ppo_kl (estimate of KL(old || new) from
     samples of old: ratio - 1 - log ratio, never negative) and ratio_max. The log-ratio is clamped to `LOG_RATIO_LIMIT`; an infinite or NaN
-    log-ratio at a trained token makes the loss NaN, so that it can be seen and the step skipped.
+    log-ratio at a trained token makes the loss and that token's gradient NaN, so that it can be seen and the step skipped.
     """
     logprobs_r, old_logprobs_r, advantages_r = neutralise(mask_r, logprobs_r, old_logprobs_r, advantages_r)
     log_ratio_r = _bounded(logprobs_r - old_logprobs_r)
@@ -140,5 +140,7 @@ def mean_over_batch(x_r: Tensor, mask_r: Tensor, *, tokens: float) -> Tensor:
 
 
 def _bounded(log_ratio_r: Tensor) -> Tensor:
-    """Clamped to the limit, but NaN where infinite: an overflow is bounded, a broken input stays visible."""
-    return torch.where(log_ratio_r.isinf(), torch.nan, log_ratio_r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    """Held within +-`LOG_RATIO_LIMIT`, where nothing pulls any more; but NaN, with a gradient of NaN, where it is infinite or NaN."""
+    log_ratio_r = log_ratio_r + 0 * log_ratio_r.detach()  # infinite becomes NaN
+    # Not `clamp` alone: its gradient at NaN is 0, so that a broken input would go unnoticed by whoever checks gradients.
+    return torch.where(log_ratio_r.abs() > LOG_RATIO_LIMIT, log_ratio_r.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), log_ratio_r)

@@ -55,9 +55,13 @@ def test_an_overflowing_ratio_is_bounded_with_finite_gradients() -> None:
 
 
 @pytest.mark.parametrize("broken", [NAN, INF, -INF])
-def test_a_broken_trained_token_shows_in_the_loss(broken: float) -> None:
-    assert math.isnan(policy([0.0, 0.0], [0.0, broken], [1.0, 1.0], [1.0, 1.0])[0])
-    assert math.isnan(policy([0.0, broken], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0])[0])
+def test_a_broken_trained_token_shows_in_loss_and_gradient(broken: float) -> None:
+    for logprobs, old, advantage in [(0.0, broken, 1.0), (broken, 0.0, 1.0), (0.0, broken, -1.0), (0.0, 0.0, NAN), (0.0, broken, 0.0)]:
+        loss, grad, _ = policy([0.0, logprobs], [0.0, old], [1.0, advantage], [1.0, 1.0])
+        assert math.isnan(loss) and grad[0] == -0.5 and math.isnan(grad[1])
+    for clip in (None, 0.2):
+        loss, grad, _ = values([0.0, broken], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0], clip)
+        assert not math.isfinite(loss) and not math.isfinite(grad[1])
 
 
 def test_the_clip_holds_the_ratio_on_the_side_where_the_objective_would_grow() -> None:
