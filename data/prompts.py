@@ -65,11 +65,12 @@ class PromptDataset:
         self._truncated: set[int] = set()
         prompts = self._limited(self._tokenised_prompts(), config.max_prompt_length, "prompt", "data.max_prompt_length")
         if config.response_key is not None:
-            responses = self._tokenised_responses(config.response_key)
+            everything = self._tokenised_responses(config.response_key)
+            responses = {row: everything[row] for row in prompts}
             if max_response_length is not None:
                 responses = self._limited(responses, max_response_length, "response", "rollout.max_response_length")
-            prompts = {row: ids for row, ids in prompts.items() if row in responses}
-            self._responses = {row: responses[row] for row in prompts}
+            prompts = {row: prompts[row] for row in responses}
+            self._responses = responses
         self._prompts, self._row_ids = prompts, list(prompts)
         if not prompts:
             reasons = ", ".join(f"{count} with a {reason}" for reason, count in self.dropped.items())
@@ -115,7 +116,7 @@ class PromptDataset:
             )
         if lists and config.apply_chat_template is False:
             raise ValueError(
-                f"data.apply_chat_template=false: the column {config.prompt_key!r} holds lists of messages, which only a template makes a text; "
+                f"data.apply_chat_template=false: the column {config.prompt_key!r} holds lists of messages, which need a template; "
                 "set data.apply_chat_template=auto or data.prompt_key to a column of strings"
             )
         is_chat = lists or config.apply_chat_template is True
@@ -156,7 +157,7 @@ class PromptDataset:
         if end is None:
             raise ValueError(f"the tokenizer {self._tokenizer.name_or_path!r} has no end-of-sequence token, so a response could not end")
         responses = self._tokenised(column, lambda text, row: text, special=False)
-        return {row: ids if ids[-1:] == end else np.append(ids, np.int32(end)) for row, ids in responses.items()}
+        return {row: ids if len(ids) and ids[-1] == end else np.append(ids, np.int32(end)) for row, ids in responses.items()}
 
     def _tokenised(self, column: str, text: Any, *, special: bool) -> dict[int, np.ndarray]:
         """int32 ids of every row of a column, by row number."""
@@ -176,10 +177,10 @@ class PromptDataset:
         mode = self._config.truncation
         long = {row for row, ids in sequences.items() if len(ids) > limit}
         if long and mode == "error":
-            row = min(long)
+            row, longest = min(long), max(len(sequences[row]) for row in long)
             raise ValueError(
-                f"{setting}={limit}: the {what} in {self._rows.where(row)} has {len(sequences[row])} tokens, and {len(long)} of "
-                f"{len(sequences)} are too long; set {setting}={max(len(sequences[row]) for row in long)}, or data.truncation to filter, left or right"
+                f"{setting}={limit}: {len(long)} of {len(sequences)} {what}s are longer, first in {self._rows.where(row)} with "
+                f"{len(sequences[row])} tokens; set {setting}={longest}, or data.truncation to filter, left or right"
             )
         if mode == "filter":
             if long:
