@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 
 import torch
 from torch import Tensor
@@ -54,6 +55,11 @@ class Rollouts:
             if tensor.shape != self.response_mask_R.shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the batch has {self.response_mask_R.shape[0]} response tokens")
         return replace(self, fields={**self.fields, **fields_R})
+
+    def to(self, device: torch.device) -> Rollouts:
+        """The same batch with every tensor on `device`."""
+        tensors = {f.name: getattr(self, f.name).to(device) for f in dataclass_fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        return replace(self, **tensors, fields={name: tensor.to(device) for name, tensor in self.fields.items()})
 
     def __getitem__(self, keep_N: Tensor) -> Rollouts:
         """The samples where the boolean mask `keep_N` is True, in the same order, tokens and fields cut alike."""

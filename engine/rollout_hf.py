@@ -1,0 +1,105 @@
+"""Rollouts by plain transformers, one whole model on each rank: for comparison, and for machines without vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tridentrl.configs.model_spec import ModelSpec
+from tridentrl.engine.rollout import Completion, Request, Sampling
+from tridentrl.weights.layouts import hf_layout
+from tridentrl.weights.pieces import Piece
+
+
+class HfRollout:
+    """A transformers model whose weights come from the trainer. `batch_size`: sequences generated at once."""
+
+    tensor = 1
+
+    def __init__(
+        self,
+        folder: str,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        needs_text: bool = False,
+        batch_size: int = 256,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.spec, self.device, self.batch_size = spec, device, batch_size
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).to(device).eval()
+        self.model.requires_grad_(False)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code) if needs_text else None
+
+    @torch.no_grad()
+    def generate(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
+        completions: list[Completion] = []
+        for first in range(0, len(requests), self.batch_size):
+            completions += self._generate_batch(requests[first : first + self.batch_size], sampling)
+        return completions
+
+    def _generate_batch(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
+        """Left-padded prompts, one token at a time; shapes: b sequences, s tokens so far, V vocabulary."""
+        longest = max(len(request.prompt_ids) for request in requests)
+        rows = [[0] * (longest - len(request.prompt_ids)) + request.prompt_ids for request in requests]
+        tokens_bs = torch.tensor(rows, device=self.device)
+        seen_bs = torch.tensor(
+            [[0] * (longest - len(request.prompt_ids)) + [1] * len(request.prompt_ids) for request in requests], device=self.device
+        )
+        generators = [torch.Generator().manual_seed(request.seed) for request in requests]
+        ids: list[list[int]] = [[] for _ in requests]
+        logprobs: list[list[float]] = [[] for _ in requests]
+        stopped = [False] * len(requests)
+        cache = None
+        for _ in range(sampling.max_response_length):
+            positions = (seen_bs.cumsum(1) - 1).clamp(min=0)[:, -tokens_bs.shape[1] :]
+            output = self.model(
+                input_ids=tokens_bs, attention_mask=seen_bs, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+            cache = output.past_key_values
+            next_b, logprobs_b = _draw(output.logits[:, -1].float().cpu(), generators, sampling.temperature)
+            for i, (token, logprob) in enumerate(zip(next_b.tolist(), logprobs_b.tolist(), strict=True)):
+                if not stopped[i]:
+                    ids[i].append(token)
+                    logprobs[i].append(logprob)
+                    stopped[i] = token in sampling.stop_token_ids or self._completes_stop_string(ids[i], sampling.stop)
+            if all(stopped):
+                break
+            tokens_bs = next_b[:, None].to(self.device)
+            seen_bs = torch.cat([seen_bs, torch.ones_like(tokens_bs)], 1)
+        return [
+            Completion(response_ids=i, logprobs=logprob, truncated=not stop)
+            for i, logprob, stop in zip(ids, logprobs, stopped, strict=True)
+        ]
+
+    def _completes_stop_string(self, ids: list[int], stop: tuple[str, ...]) -> bool:
+        if not stop:
+            return False
+        assert self.tokenizer is not None
+        text = self.tokenizer.decode(ids)
+        return any(string in text for string in stop)
+
+    def layout(self, tensor_rank: int) -> list[Piece]:
+        return hf_layout(self.spec)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+
+    def weights_changed(self) -> None:
+        """Nothing is kept between calls of `generate`."""
+
+
+def _draw(logits_bV: Tensor, generators: list[torch.Generator], temperature: float) -> tuple[Tensor, Tensor]:
+    """One id for each row, by its own generator (greedy at temperature 0), and its log-probability."""
+    logprobs_bV = torch.log_softmax(logits_bV / (temperature or 1.0), -1)
+    if temperature == 0:
+        next_b = logprobs_bV.argmax(-1)
+    else:
+        noise_bV = torch.stack([torch.empty_like(row).exponential_(generator=g) for row, g in zip(logprobs_bV, generators, strict=True)])
+        next_b = (logprobs_bV - noise_bV.log()).argmax(-1)
+    return next_b, logprobs_bV.gather(1, next_b[:, None])[:, 0]

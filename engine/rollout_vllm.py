@@ -1,0 +1,107 @@
+"""Rollouts by vLLM inside the training processes (external launcher): tensor-parallel replicas over consecutive ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tridentrl.configs.model_spec import ModelSpec
+from tridentrl.engine.rollout import Completion, Request, Sampling
+from tridentrl.engine.vllm_compat import prepare_vllm
+from tridentrl.weights.layouts import vllm_layout
+from tridentrl.weights.pieces import Piece
+
+
+class VllmRollout:
+    """A vLLM engine whose weights start as noise and come from the trainer.
+
+    folder: Hugging Face folder with config.json and, for stop strings, the tokenizer; its weights are not read.
+    max_length: tokens of prompt and response together.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        spec: ModelSpec,
+        *,
+        tensor: int,
+        max_length: int,
+        dtype: torch.dtype,
+        run_id: str,
+        seed: int = 0,
+        needs_text: bool = False,
+        max_num_seqs: int = 256,
+        prefix_caching: bool = True,
+        enforce_eager: bool = True,
+        gpu_memory_utilization: float = 0.6,
+        kv_cache_gib: int = 1,
+        trust_remote_code: bool = False,
+    ) -> None:
+        cpu = not torch.cuda.is_available()
+        prepare_vllm(run_id, cpu=cpu, kv_cache_gib=kv_cache_gib)
+        from vllm import LLM
+
+        self.spec, self.tensor = spec, tensor
+        self.llm = LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=not needs_text,
+            trust_remote_code=trust_remote_code,
+            # Sampling defaults come from our configuration, never from the model folder.
+            generation_config="vllm",
+            # The probabilities that samples are really drawn from, temperature included.
+            logprobs_mode="processed_logprobs",
+            dtype=str(dtype).removeprefix("torch."),
+            max_model_len=max_length,
+            max_num_seqs=max_num_seqs,
+            seed=seed,
+            tensor_parallel_size=tensor,
+            distributed_executor_backend="external_launcher",
+            enable_prefix_caching=prefix_caching,
+            enforce_eager=enforce_eager,
+            gpu_memory_utilization=gpu_memory_utilization,
+            disable_log_stats=True,
+        )
+        self._tensors: dict[str, Tensor] = self.llm.apply_model(_named_tensors)[0]
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_response_length,
+                seed=request.seed,
+                logprobs=0,
+                # The stop ids below are the whole rule; vLLM's own end-of-sequence check would add the model folder's id.
+                ignore_eos=True,
+                stop_token_ids=list(sampling.stop_token_ids),
+                stop=list(sampling.stop),
+                detokenize=bool(sampling.stop),
+            )
+            for request in requests
+        ]
+        outputs = self.llm.generate([{"prompt_token_ids": request.prompt_ids} for request in requests], params, use_tqdm=False)
+        return [_completion(output.outputs[0]) for output in outputs]
+
+    def layout(self, tensor_rank: int) -> list[Piece]:
+        return vllm_layout(self.spec, self.tensor, tensor_rank)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._tensors
+
+    def weights_changed(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache after the weights changed: cached prompts would use old weights")
+
+
+def _named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def _completion(output: Any) -> Completion:
+    ids = list(output.token_ids)
+    logprobs = [step[token].logprob for token, step in zip(ids, output.logprobs, strict=True)]
+    return Completion(response_ids=ids, logprobs=logprobs, truncated=output.finish_reason == "length")

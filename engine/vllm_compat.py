@@ -1,0 +1,58 @@
+"""What vLLM (0.32, CPU build) needs to run inside training processes. Each entry says when it can go."""
+
+from __future__ import annotations
+
+import os
+
+
+def prepare_vllm(run_id: str, *, cpu: bool, kv_cache_gib: int) -> None:
+    """Call once, before vLLM is imported and after torch.distributed is initialised. `run_id`: fresh for each run, equal on all ranks."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process, where its weights are replaced
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "1")
+    if not cpu:
+        return
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    _do_not_compile()
+    _keep_linear_weights_plain()
+    _name_shared_memory_after_the_run(run_id)
+
+
+def _do_not_compile() -> None:
+    """Even in eager mode vLLM compiles pieces of its sampler with inductor's C++ compiler: 24 s at the first generation, 0.4 s without.
+
+    Can go when `enforce_eager` covers the sampler on CPU.
+    """
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
+
+
+def _keep_linear_weights_plain() -> None:
+    """vLLM repacks linear weights for oneDNN and empties the parameter; a plain one can be written in place between generations.
+
+    Can go when vLLM's CPU build has a way to update packed weights.
+    """
+    import vllm._custom_ops as custom_ops
+
+    custom_ops._supports_onednn = False
+
+
+def _name_shared_memory_after_the_run(run_id: str) -> None:
+    """The CPU worker names its shared-memory segments after `env://`, the same for all runs: two runs on one host, or a run after
+    one that was killed, then fail with "create shm in SHMManager failed. errno: 17". Can go when the name holds something fresh.
+    """
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    communicator = cpu_communicator._CPUSHMDistributed
+    plain_name = communicator.make_group_name
+    if getattr(plain_name, "named_by_run", None) == run_id:
+        return
+
+    def make_group_name(owner: object) -> str:
+        return f"tridentrl-{run_id}-{plain_name(owner)}".replace("/", "")
+
+    make_group_name.named_by_run = run_id  # type: ignore[attr-defined]
+    communicator.make_group_name = staticmethod(make_group_name)

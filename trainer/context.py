@@ -1,0 +1,282 @@
+"""The verbs of `algos.context.Context` on the real engines. Shapes as in `algos.rollouts`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from tridentrl.algos.context import Denominators, MicroBatch, PolicyLoss, ValueLoss
+from tridentrl.algos.rollouts import Rollouts
+from tridentrl.data.prompts import PromptRow
+from tridentrl.engine.hybrid import HybridEngine
+from tridentrl.engine.megatron import MegatronEngine
+from tridentrl.engine.packing import PackedMicroBatch, Sequences
+from tridentrl.engine.rollout import Request, Sampling, sample_seed
+from tridentrl.parallel.grid import Grid
+from tridentrl.trainer.exchange import exchange
+from tridentrl.trainer.scoring import Scorer
+
+EVALUATION = -1
+"""Stands for the step in the seeds of evaluation samples, so that every evaluation draws the same noise."""
+
+
+@dataclass(kw_only=True)
+class Engines:
+    """The models of a run; None where the algorithm does not need the role."""
+
+    actor: MegatronEngine
+    critic: MegatronEngine | None = None
+    reference: MegatronEngine | None = None
+    hybrid: HybridEngine | None = None
+
+
+@dataclass
+class StepLog:
+    """Metrics and seconds of one step. Metrics reported several times are averaged, or their maximum taken if the name ends in `_max`."""
+
+    values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, metrics: Mapping[str, float], prefix: str = "") -> None:
+        for name, value in metrics.items():
+            self.values[prefix + name].append(float(value))
+
+    def metrics(self) -> dict[str, float]:
+        reduced = {name: max(values) if name.endswith("_max") else sum(values) / len(values) for name, values in self.values.items()}
+        return reduced | {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
+
+
+class TrainContext:
+    """Implements `algos.context.Context`. One per run; `begin` starts each step."""
+
+    def __init__(
+        self, engines: Engines, scorer: Scorer, grid: Grid, *, sampling: Sampling, seed: int, kl_coef: float, device: torch.device
+    ) -> None:
+        self.engines, self.scorer, self.grid, self.sampling, self.seed = engines, scorer, grid, sampling, seed
+        self.kl_coef, self.device = kl_coef, device
+        self.data_group = parallel_state.get_data_parallel_group() if grid.dp > 1 else None
+        self.step = 0
+        self.step_log = StepLog()
+        self._rows: list[PromptRow] = []
+        self._stale = True
+        """Whether the actor has changed since the rollout engine got its weights."""
+
+    def begin(self, step: int) -> None:
+        self.step, self.step_log = step, StepLog()
+
+    # Rollouts
+
+    def generate(self, prompts: Sequence[PromptRow], *, n: int, greedy: bool = False) -> Rollouts:
+        sampling = Sampling(**{**vars(self.sampling), "temperature": 0.0}) if greedy else self.sampling
+        rollouts = self.sample(prompts, n=n, sampling=sampling, step=self.step)
+        lengths = rollouts.response_lengths_N.float()
+        self.log(
+            {
+                "rollout/length_mean": lengths.mean().item(),
+                "rollout/length_max": lengths.max().item(),
+                "rollout/truncated_share": rollouts.truncated_N.float().mean().item(),
+                "rollout/prompt_length_mean": rollouts.prompt_lengths_N.float().mean().item(),
+                "rollout/response_tokens": lengths.sum().item(),
+                "rollout/tokens": (lengths + rollouts.prompt_lengths_N).sum().item(),
+                "rollout/weight_version": self._hybrid.version,
+            }
+        )
+        return rollouts
+
+    def sample(self, prompts: Sequence[PromptRow], *, n: int, sampling: Sampling, step: int) -> Rollouts:
+        """`n` responses to each row, sample number i = row number * n + repetition deciding its seed."""
+        self._sync_weights()
+        rollout = self._hybrid.rollout
+        replicas = self.grid.world // rollout.tensor
+        replica_N = [number % replicas for number in range(len(prompts)) for _ in range(n)]
+        mine = [i for i, replica in enumerate(replica_N) if replica == dist.get_rank() // rollout.tensor]
+        requests = [Request(prompt_ids=prompts[i // n].prompt_ids, seed=sample_seed(self.seed, step, i)) for i in mine]
+        with self.timer("generate"):
+            completions = rollout.generate(requests, sampling) if requests else []
+            return self._remember(
+                exchange(
+                    dict(zip(mine, completions, strict=True)),
+                    prompts_N=[row.prompt_ids for row in prompts for _ in range(n)],
+                    group_ids_N=[number for number in range(len(prompts)) for _ in range(n)],
+                    data_sources_N=[row.data_source for row in prompts for _ in range(n)],
+                    replica_N=replica_N,
+                    rollout_tensor=rollout.tensor,
+                    grid=self.grid,
+                    device=self.device,
+                ),
+                prompts,
+            )
+
+    def demonstrations(self, prompts: Sequence[PromptRow]) -> Rollouts:
+        responses = [row.response_ids or [] for row in prompts]
+        totals = [len(row.prompt_ids) + len(response) for row, response in zip(prompts, responses, strict=True)]
+        from tridentrl.data.balance import balanced_assignment
+
+        owner_N = balanced_assignment(totals, self.grid.dp)
+        rows = [i for i, owner in enumerate(owner_N) if owner == self.grid.coord(dist.get_rank()).dp_rank]
+        tokens = [token for i in rows for token in [*prompts[i].prompt_ids, *responses[i]]]
+        response_tokens = sum(len(responses[i]) for i in rows)
+        rollouts = Rollouts(
+            group_ids_N=torch.arange(len(prompts)),
+            prompt_lengths_N=torch.tensor([len(row.prompt_ids) for row in prompts]),
+            response_lengths_N=torch.tensor([len(response) for response in responses]),
+            truncated_N=torch.zeros(len(prompts), dtype=torch.bool),
+            data_sources_N=tuple(row.data_source for row in prompts),
+            rows_n=torch.tensor(rows, dtype=torch.int64),
+            tokens_T=torch.tensor(tokens, dtype=torch.int64),
+            response_mask_R=torch.ones(response_tokens),
+        ).to(self.device)
+        self.log({"rollout/tokens": float(sum(totals)), "rollout/response_tokens": float(sum(map(len, responses)))})
+        return self._remember(rollouts, prompts)
+
+    def _remember(self, rollouts: Rollouts, prompts: Sequence[PromptRow]) -> Rollouts:
+        self._rows = [prompts[group] for group in rollouts.group_ids_N.tolist()]
+        return rollouts
+
+    def _sync_weights(self) -> None:
+        if self._stale:
+            with self.timer("reshard"):
+                receipt = self._hybrid.sync()
+            self._stale = False
+            self.log(
+                {
+                    "reshard/bytes_received_max": receipt.bytes_received,
+                    "reshard/bytes_ratio": receipt.ratio,
+                    "reshard/bucket_bytes_max": receipt.bucket_bytes,
+                }
+            )
+
+    @property
+    def _hybrid(self) -> HybridEngine:
+        assert self.engines.hybrid, "this algorithm has no rollout engine"
+        return self.engines.hybrid
+
+    # Scores
+
+    def reward(self, rollouts: Rollouts) -> Tensor:
+        with self.timer("reward"):
+            rewards_N, metrics = self.scorer.score(rollouts, self._rows, self.grid, self.step)
+        valid_N = rewards_N[~rewards_N.isnan()]
+        if len(valid_N):
+            metrics |= {"reward/mean": valid_N.mean().item(), "reward/min": valid_N.min().item(), "reward/max": valid_N.max().item()}
+            metrics["reward/std"] = valid_N.std(correction=0).item()
+        self.log(metrics)
+        return rewards_N
+
+    def actor_logprobs(self, rollouts: Rollouts) -> Tensor:
+        with self.timer("old_logprob"):
+            logprobs_R, entropy_R = self.engines.actor.logprobs(_sequences(rollouts), temperature=self.sampling.temperature)
+            if "engine_logprobs" in rollouts.fields:
+                self._log_mismatch(logprobs_R, rollouts)
+            self.log({"actor/entropy": self._masked_mean(entropy_R, rollouts.response_mask_R)})
+        return logprobs_R
+
+    def _log_mismatch(self, logprobs_R: Tensor, rollouts: Rollouts) -> None:
+        """How far the trainer's log-probs are from those the engine sampled with."""
+        gap_R = (logprobs_R - rollouts.fields["engine_logprobs"]).abs() * rollouts.response_mask_R
+        largest = gap_R.max() if len(gap_R) else torch.zeros((), device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        self.log(
+            {
+                "rollout/train_logprob_diff_max": largest.item(),
+                "rollout/train_logprob_diff_mean": self._masked_mean(gap_R, rollouts.response_mask_R),
+            }
+        )
+
+    def reference_logprobs(self, rollouts: Rollouts) -> Tensor:
+        assert self.engines.reference, "this algorithm has no reference"
+        with self.timer("ref"):
+            return self.engines.reference.logprobs(_sequences(rollouts), temperature=self.sampling.temperature)[0]
+
+    def values(self, rollouts: Rollouts) -> Tensor:
+        assert self.engines.critic, "this algorithm has no critic"
+        with self.timer("values"):
+            return self.engines.critic.values(_sequences(rollouts))
+
+    def _masked_mean(self, values_R: Tensor, mask_R: Tensor) -> float:
+        sums = torch.stack([torch.where(mask_R > 0, values_R, 0.0).sum(), mask_R.sum()])
+        dist.all_reduce(sums, group=self.data_group) if self.data_group else None
+        return (sums[0] / sums[1].clamp(min=1)).item()
+
+    # Updates
+
+    def update_actor(self, rollouts: Rollouts, loss: PolicyLoss, *, epochs: int = 1, mini_batch_size: int | None = None) -> None:
+        with self.timer("update_actor"):
+            self._update(self.engines.actor, rollouts, loss, epochs, mini_batch_size, "actor/")
+        self._stale = True
+
+    def update_critic(self, rollouts: Rollouts, loss: ValueLoss, *, epochs: int = 1, mini_batch_size: int | None = None) -> None:
+        assert self.engines.critic, "this algorithm has no critic"
+        with self.timer("update_critic"):
+            self._update(self.engines.critic, rollouts, loss, epochs, mini_batch_size, "critic/")
+
+    def _update(
+        self,
+        engine: MegatronEngine,
+        rollouts: Rollouts,
+        loss: PolicyLoss | ValueLoss,
+        epochs: int,
+        mini_batch_size: int | None,
+        prefix: str,
+    ) -> None:
+        samples = len(rollouts)
+        for epoch in range(epochs):
+            # The split depends on nothing but seed, step and epoch: every layout makes the same mini-batches.
+            generator = torch.Generator().manual_seed(sample_seed(self.seed, self.step, epoch))
+            for members in torch.randperm(samples, generator=generator).split(mini_batch_size or max(samples, 1)):
+                chosen_N = torch.zeros(samples, dtype=torch.bool)
+                chosen_N[members] = True
+                batch = rollouts[chosen_N.to(self.device)]
+                self.step_log.add(
+                    engine.update(_sequences(batch), self._micro_loss(batch, loss), temperature=self.sampling.temperature), prefix
+                )
+
+    def _micro_loss(self, batch: Rollouts, loss: PolicyLoss | ValueLoss):  # noqa: ANN202
+        trained_n = torch.stack([part.sum() > 0 for part in batch.response_mask_R.split(batch.lengths_n.tolist())] or [torch.tensor(False)])
+        sizes = torch.stack([batch.response_mask_R.sum(), trained_n.sum().float().to(self.device)])
+        if self.data_group:
+            dist.all_reduce(sizes, group=self.data_group)
+        denominators = Denominators(tokens=max(sizes[0].item(), 1.0), sequences=max(sizes[1].item(), 1.0))
+
+        def micro_loss(outputs: tuple[Tensor, ...], packed: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            micro = MicroBatch(
+                response_mask=batch.response_mask_R[packed.rows_r],
+                lengths=torch.tensor(packed.lengths, device=self.device),
+                fields={name: tensor[packed.rows_r] for name, tensor in batch.fields.items()},
+                denominators=denominators,
+            )
+            return loss(*outputs, micro)
+
+        return micro_loss
+
+    # Records
+
+    @contextlib.contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.step_log.seconds[name] += time.perf_counter() - start
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        self.step_log.add(metrics)
+
+
+def _sequences(rollouts: Rollouts) -> Sequences:
+    total_N = rollouts.prompt_lengths_N + rollouts.response_lengths_N
+    return Sequences(
+        tokens_T=rollouts.tokens_T,
+        total_lengths=total_N[rollouts.rows_n].tolist(),
+        response_lengths=rollouts.lengths_n.tolist(),
+    )

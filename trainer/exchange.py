@@ -1,0 +1,84 @@
+"""Responses go from the rollout replica that sampled them to the data-parallel rank that trains them, once per step.
+
+Shape legend: N samples of the step over all ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tridentrl.algos.rollouts import Rollouts
+from tridentrl.data.balance import balanced_assignment
+from tridentrl.engine.rollout import Completion
+from tridentrl.parallel.grid import Grid
+
+
+def exchange(
+    mine: dict[int, Completion],
+    *,
+    prompts_N: list[list[int]],
+    group_ids_N: list[int],
+    data_sources_N: list[str],
+    replica_N: list[int],
+    rollout_tensor: int,
+    grid: Grid,
+    device: torch.device,
+) -> Rollouts:
+    """Collective over the world. `mine`: the completions this rank's replica sampled, by sample number; equal on all its ranks.
+
+    `replica_N` says which replica samples what. Samples are dealt to data-parallel ranks so that each gets about as many tokens.
+    """
+    rank, count = dist.get_rank(), len(prompts_N)
+    facts_N2 = torch.zeros(count, 2, dtype=torch.int64, device=device)
+    if rank % rollout_tensor == 0:
+        for i, completion in mine.items():
+            facts_N2[i] = torch.tensor([len(completion.response_ids), completion.truncated])
+    dist.all_reduce(facts_N2)
+    lengths, truncated_N = facts_N2[:, 0].tolist(), facts_N2[:, 1].bool().cpu()
+    owner_N = balanced_assignment([len(prompt) + length for prompt, length in zip(prompts_N, lengths, strict=True)], grid.dp)
+
+    def travels(source: int, destination: int) -> list[int]:
+        """Samples that rank `source` sends to rank `destination`: each rank of a replica serves its share of the world."""
+        if destination % rollout_tensor != source % rollout_tensor:
+            return []
+        dp_rank, replica = grid.coord(destination).dp_rank, source // rollout_tensor
+        return [i for i in range(count) if owner_N[i] == dp_rank and replica_N[i] == replica]
+
+    outgoing = [travels(rank, destination) for destination in range(grid.world)]
+    incoming = [travels(source, rank) for source in range(grid.world)]
+    sent = [_encode(mine[i]) for destination in outgoing for i in destination]
+    # Two int32 words for each token: its id and the bits of its log-probability.
+    send = torch.cat([torch.zeros(0, dtype=torch.int32), *sent]).to(device)
+    send_sizes = [2 * sum(lengths[i] for i in samples) for samples in outgoing]
+    receive_sizes = [2 * sum(lengths[i] for i in samples) for samples in incoming]
+    received = torch.empty(sum(receive_sizes), dtype=torch.int32, device=device)
+    dist.all_to_all_single(received, send, receive_sizes, send_sizes)
+
+    responses: dict[int, tuple[Tensor, Tensor]] = {}
+    words = received.cpu()
+    for i in (i for samples in incoming for i in samples):
+        part, words = words[: 2 * lengths[i]], words[2 * lengths[i] :]
+        responses[i] = part[: lengths[i]].long(), part[lengths[i] :].view(torch.float32)
+    rows = sorted(responses)
+    tokens = [torch.zeros(0, dtype=torch.int64)]
+    for i in rows:
+        tokens += [torch.tensor(prompts_N[i], dtype=torch.int64), responses[i][0]]
+    logprobs_R = torch.cat([torch.zeros(0), *(responses[i][1] for i in rows)])
+    return Rollouts(
+        group_ids_N=torch.tensor(group_ids_N, dtype=torch.int64),
+        prompt_lengths_N=torch.tensor([len(prompt) for prompt in prompts_N], dtype=torch.int64),
+        response_lengths_N=torch.tensor(lengths, dtype=torch.int64),
+        truncated_N=truncated_N,
+        data_sources_N=tuple(data_sources_N),
+        rows_n=torch.tensor(rows, dtype=torch.int64),
+        tokens_T=torch.cat(tokens),
+        response_mask_R=torch.ones_like(logprobs_R),
+        fields={"engine_logprobs": logprobs_R},
+    ).to(device)
+
+
+def _encode(completion: Completion) -> Tensor:
+    ids = torch.tensor(completion.response_ids, dtype=torch.int32)
+    return torch.cat([ids, torch.tensor(completion.logprobs, dtype=torch.float32).view(torch.int32)])
