@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tridentrl.weights.pieces import Box, Shape, shape_of, slices, volume
+from tridentrl.weights.pieces import Box, shape_of, slices, volume
 from tridentrl.weights.plan import ReshardPlan
 
 Tensors = Mapping[str, torch.Tensor]
@@ -215,7 +215,7 @@ def _buckets(boxes: Sequence[tuple[str, Box]], share: int) -> list[tuple[Slot, .
 def first_elements(box: Box, room: int) -> tuple[Box | None, list[Box]]:
     """Cut `box` into its first elements in row-major order, at most `room` and a box themselves, and the boxes of the others in order.
 
-    None when not even a row of the last dim's... fits, that is when room is 0.
+    The first is None when there is no room at all.
     """
     if volume(box) <= room:
         return box, []

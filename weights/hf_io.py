@@ -1,0 +1,282 @@
+"""Hugging Face folders: read the slices that a rank needs, write a complete folder from wherever the weights lie. No pickle, ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from tridentrl.configs.model_spec import ModelSpec
+from tridentrl.weights.execute import Resharder, Tensors
+from tridentrl.weights.families import spec_from_hf
+from tridentrl.weights.families.decoder import Head
+from tridentrl.weights.families.rope import both_forms
+from tridentrl.weights.layouts import hf_layout, hf_shapes
+from tridentrl.weights.pieces import Piece, Shape, slices, volume
+from tridentrl.weights.plan import plan
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEADS: dict[Head, str] = {"lm": "lm_head.weight", "value": "score.weight"}
+COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files that travel unchanged from the source folder to an export."""
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The parsed config.json of a model folder. Raises ValueError when the folder or the file is missing or not JSON."""
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is not a Hugging Face model folder: it has no config.json") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    return dict(config)
+
+
+def stored_tensors(folder: str | os.PathLike[str]) -> dict[str, Path]:
+    """Tensor name: the safetensors file that has it. Raises ValueError when there is none, or a listed file is missing."""
+    root = Path(folder)
+    if (root / INDEX).is_file():
+        files = {name: root / file for name, file in json.loads((root / INDEX).read_text())["weight_map"].items()}
+        absent = sorted({path.name for path in files.values() if not path.is_file()})
+        if absent:
+            raise ValueError(f"{root / INDEX} lists files that are not there: {', '.join(absent)}; download the model again")
+        return files
+    if (root / SINGLE).is_file():
+        with _opened(root / SINGLE) as file:
+            return dict.fromkeys(file.keys(), root / SINGLE)
+    if any(root.glob("*.bin")):
+        raise ValueError(
+            f"{root} has its weights only as pickle files (*.bin), which can run code when read and are never opened here; convert them "
+            "once with transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    raise ValueError(f"{root} has neither {SINGLE} nor {INDEX}, so there are no weights to read")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, memory-mapped; ValueError when it is cut short or damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read ({error}); it is damaged or incomplete, copy or download it again") from None
+
+
+def load_pieces(folder: str | os.PathLike[str], pieces: Sequence[Piece], tensors: Tensors, *, head: Head = "lm") -> list[str]:
+    """Read every piece from the folder's files into `tensors` in place, converted to their dtypes. Elements outside pieces stay.
+
+    Reads only the slices that `pieces` name. With head="value" a folder of a causal LM may lack `score.weight`; the names that were not
+    there are returned and the caller initialises them. Raises one ValueError that lists all missing, unexpected and misshapen tensors.
+    """
+    files = stored_tensors(folder)
+    absent = check_tensors(folder, files, head)
+    wanted: dict[Path, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        if piece.hf_name not in absent:
+            wanted[files[piece.hf_name]].append(piece)
+    with torch.no_grad():
+        for path in sorted(wanted):
+            with _opened(path) as file:
+                for piece in wanted[path]:
+                    tensors[piece.local_name][slices(piece.local_box)].copy_(file.get_slice(piece.hf_name)[slices(piece.hf_box)])
+    return absent
+
+
+def check_tensors(folder: str | os.PathLike[str], files: Mapping[str, Path], head: Head) -> list[str]:
+    """Compare the folder's tensors with what its config.json calls for; returns the value head's name if that alone is absent."""
+    spec = spec_from_hf(read_config(folder))
+    expected, found = hf_shapes(spec, head=head), _stored_shapes(files)
+    absent = [name for name in expected if name not in found]
+    optional = [name for name in absent if head == "value" and name == HEADS["value"]]
+    # A tied head may be stored as well (the config decides, not the file), and each kind of model may carry the other kind's head.
+    # Old Llama files hold the rotary frequencies, which follow from the config.
+    unexpected = [
+        name for name in found if name not in expected and name not in HEADS.values() and not name.endswith("rotary_emb.inv_freq")
+    ]
+    problems = []
+    if set(absent) - set(optional):
+        problems.append("missing: " + _some([name for name in absent if name not in optional]))
+    if unexpected:
+        problems.append("unexpected: " + _some(unexpected))
+    wrong = [f"{name} {found[name]} instead of {shape}" for name, shape in expected.items() if found.get(name, shape) != shape]
+    if wrong:
+        problems.append("of the wrong shape: " + _some(wrong))
+    if problems:
+        raise ValueError(f"the tensors in {folder} do not fit its config.json (model_type {spec.hf_type}); {'; '.join(problems)}")
+    return optional
+
+
+def _stored_shapes(files: Mapping[str, Path]) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for path in sorted(set(files.values())):
+        with _opened(path) as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    return shapes
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+def export_hf(
+    spec: ModelSpec,
+    hf_config: Mapping[str, Any],
+    source_pieces: Mapping[int, Sequence[Piece]],
+    tensors: Tensors,
+    folder: str | os.PathLike[str],
+    *,
+    head: Head = "lm",
+    dtype: torch.dtype | None = None,
+    tokenizer_folder: str | os.PathLike[str] | None = None,
+    group: dist.ProcessGroup | None = None,
+    max_shard_bytes: int = 2 * 1024**3,
+    bucket_bytes: int = 64 * 1024**2,
+    overwrite: bool = False,
+) -> None:
+    """Write the model as a Hugging Face folder. All ranks of `group` (None: the world, or this process alone) call it together.
+
+    `source_pieces` has the layout of every rank, `tensors` are this rank's, only read. Rank 0 holds one file (`max_shard_bytes`) at a
+    time. `dtype` None: that of the config the model came from. The folder appears complete or not at all; an existing one is replaced
+    only with `overwrite`. Raises ValueError for that, OSError when rank 0 cannot write, on every rank.
+    """
+    dtype = dtype or getattr(torch, spec.dtype)
+    writer = _Writer(Path(folder), group)
+    writer.on_rank_0(lambda: writer.begin(overwrite))
+    shards = _shards(hf_layout(spec, head=head), dtype.itemsize, max_shard_bytes)
+    for i, shard in enumerate(shards):
+        file = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        shapes = {name: shape for name, shape in hf_shapes(spec, head=head).items() if name in {piece.hf_name for piece in shard}}
+        gathered = (
+            {name: torch.empty(shape, dtype=dtype, device=_device(tensors)) for name, shape in shapes.items()} if writer.leads else {}
+        )
+        todo = plan(source_pieces, {0: shard}, itemsize=dtype.itemsize)
+        Resharder(todo, group=group, bucket_bytes=bucket_bytes, dtype=dtype).run(tensors, gathered)
+        writer.on_rank_0(lambda file=file, gathered=gathered: writer.add(file, gathered))
+    config = exported_config(spec, hf_config, dtype=dtype, head=head)
+    writer.on_rank_0(lambda: writer.finish(config, tokenizer_folder))
+
+
+def exported_config(spec: ModelSpec, hf_config: Mapping[str, Any], *, dtype: torch.dtype, head: Head = "lm") -> dict[str, Any]:
+    """config.json of an export: the original's keys, with data type and rotary settings in the forms of transformers 4 and 5."""
+    name = str(dtype).removeprefix("torch.")
+    config = {**hf_config, "dtype": name, "torch_dtype": name, "vocab_size": spec.vocab_size, "tie_word_embeddings": spec.tied}
+    config |= both_forms(spec.rope)
+    if head == "value":
+        models = [str(model).split("For")[0] + "ForSequenceClassification" for model in hf_config.get("architectures") or ()]
+        config |= {"architectures": models, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return config
+
+
+class _Writer:
+    """Rank 0's side of an export, and how the other ranks learn of its success or failure."""
+
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None) -> None:
+        self.folder, self.group = folder, group
+        self.temporary = folder.with_name(f".{folder.name}.incomplete")
+        self.leads = not dist.is_initialized() or dist.get_rank(group) == 0
+        self.weight_map: dict[str, str] = {}
+        self.total_bytes = 0
+
+    def on_rank_0(self, action: Callable[[], None]) -> None:
+        """Run `action` on rank 0 and raise its error on every rank, so that nobody waits for a rank that gave up."""
+        outcome: list[ValueError | OSError | None] = [None]
+        if self.leads:
+            try:
+                action()
+            except (ValueError, OSError) as error:
+                shutil.rmtree(self.temporary, ignore_errors=True)
+                outcome = [error]
+        if dist.is_initialized():
+            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
+        if outcome[0] is not None:
+            raise outcome[0]
+
+    def begin(self, overwrite: bool) -> None:
+        if self.folder.exists() and not overwrite:
+            raise ValueError(f"{self.folder} exists already; give another folder, remove it, or ask to overwrite it")
+        shutil.rmtree(self.temporary, ignore_errors=True)  # what a killed export left
+        self.temporary.mkdir(parents=True)
+
+    def add(self, file: str, tensors: Tensors) -> None:
+        path = self.temporary / file
+        try:
+            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            free = shutil.disk_usage(self.temporary).free
+            raise OSError(f"cannot write {path} ({free} bytes free on its disk): {error}") from None
+        self.weight_map |= dict.fromkeys(tensors, file)
+        self.total_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    def finish(self, config: Mapping[str, Any], tokenizer_folder: str | os.PathLike[str] | None) -> None:
+        if set(self.weight_map.values()) != {SINGLE}:
+            self._json(INDEX, {"metadata": {"total_size": self.total_bytes}, "weight_map": self.weight_map})
+        self._json("config.json", config)
+        for name in COPIED if tokenizer_folder is not None else ():
+            source = Path(tokenizer_folder or "") / name
+            if source.is_file():
+                shutil.copyfile(source, self.temporary / name)
+        for path in self.temporary.iterdir():
+            _sync(path)
+        _sync(self.temporary)
+        old = self.folder.with_name(f".{self.folder.name}.replaced")
+        shutil.rmtree(old, ignore_errors=True)
+        if self.folder.exists():
+            self.folder.rename(old)
+        self.temporary.rename(self.folder)
+        _sync(self.folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _json(self, name: str, content: Mapping[str, Any]) -> None:
+        (self.temporary / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _shards(pieces: Sequence[Piece], itemsize: int, max_bytes: int) -> list[list[Piece]]:
+    """The pieces in order, in files of at most `max_bytes`; a tensor is never cut, so one larger than that has a file of its own."""
+    by_name: dict[str, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        by_name[piece.hf_name].append(piece)
+    shards: list[list[Piece]] = []
+    used = 0
+    for parts in by_name.values():
+        size = itemsize * sum(volume(part.hf_box) for part in parts)
+        if not shards or used + size > max_bytes:
+            shards.append([])
+            used = 0
+        shards[-1] += parts
+        used += size
+    return shards
+
+
+def _device(tensors: Tensors) -> torch.device:
+    return next(iter(tensors.values())).device
+
+
+def _sync(path: Path) -> None:
+    """Force a file, or a folder's list of names, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
