@@ -231,7 +231,7 @@ def describe(hint: Any) -> str:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         bounds = [_bound_in_words(bound, args[0]) for bound in args[1:]]
-        return f"{describe(args[0])} {' and '.join(bounds)}"
+        return describe(args[0]) + " and".join(bounds)
     if origin in (Union, types.UnionType):
         return " or ".join(describe(arg) for arg in args)
     if origin is Literal:
@@ -247,9 +247,9 @@ def describe(hint: Any) -> str:
 
 def _bound_in_words(bound: Any, base: Any) -> str:
     if isinstance(bound, annotated_types.MinLen):
-        return "that is not empty"
+        return " that is not empty" if base is str else ", with at least one item"
     symbol, _ = _BOUNDS[type(bound)]
-    return f"{symbol} {getattr(bound, type(bound).__name__.lower())}"
+    return f" {symbol} {getattr(bound, type(bound).__name__.lower())}"
 
 
 def _wants_text(hint: Any) -> bool:
