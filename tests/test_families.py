@@ -1,0 +1,139 @@
+"""Reading config.json: both generations of transformers, and everything that must be refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from weight_worlds import LLAMA3_ROPE
+
+from tridentrl.weights.families import BY_MODEL_TYPE, spec_from_hf
+from tridentrl.weights.families.rope import both_forms
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+SCALING = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+
+
+def llama(**changes: Any) -> dict[str, Any]:
+    return LLAMA | changes
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_the_spec_agrees_with_transformers(name: str) -> None:
+    config = getattr(transformers, name + "Config")(
+        **{k: v for k, v in LLAMA.items() if k != "model_type"}, tie_word_embeddings=True, dtype="bfloat16"
+    )
+    spec = spec_from_hf(config.to_dict())
+    layer = getattr(transformers, name + "ForCausalLM")(config).model.layers[0].self_attn
+    assert (spec.hf_type, spec.num_layers, spec.tied, spec.dtype) == (config.model_type, 2, True, "bfloat16")
+    assert spec.head_dim == layer.head_dim
+    assert spec.qkv_bias == (layer.q_proj.bias is not None)
+    assert spec.qk_norm == hasattr(layer, "q_norm")
+    assert spec.norm_eps == config.rms_norm_eps == 1e-5
+
+
+def test_both_rope_forms_mean_the_same() -> None:
+    new = spec_from_hf(llama(rope_parameters={"rope_type": "default", "rope_theta": 500000}))
+    old = spec_from_hf(llama(rope_theta=500000.0))
+    assert new.rope == old.rope == {"rope_type": "default", "rope_theta": 500000.0}
+    assert spec_from_hf(llama(rope_theta=5e5, rope_parameters={"rope_type": "default", "rope_theta": 5e5})).rope == new.rope
+    assert spec_from_hf(llama()).rope["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"rope_parameters": LLAMA3_ROPE},
+        {"rope_theta": 500000.0, "rope_scaling": SCALING},
+        {"rope_theta": 500000.0, "rope_scaling": {("type" if k == "rope_type" else k): v for k, v in SCALING.items()}},
+        {"rope_theta": 500000.0, "rope_scaling": SCALING, "rope_parameters": LLAMA3_ROPE},
+        {"rope_scaling": SCALING, "rope_parameters": LLAMA3_ROPE},
+    ],
+)
+def test_llama3_scaling_keeps_every_field_in_every_form(form: dict[str, Any]) -> None:
+    spec = spec_from_hf(llama(**form))
+    assert spec.rope == LLAMA3_ROPE
+    # What we write, transformers 5 turns into the same frequencies.
+    want, got = (transformers.LlamaConfig(**llama(**settings)) for settings in ({"rope_parameters": LLAMA3_ROPE}, both_forms(spec.rope)))
+    frequencies = [ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0] for config in (want, got)]
+    assert torch.equal(*frequencies)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, ["rope_theta", "10000", "500000"]),
+        ({"rope_scaling": SCALING | {"factor": 4.0}, "rope_parameters": LLAMA3_ROPE}, ["factor", "4.0", "8.0"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, ["yarn", "default, llama3"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear"]),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0}}, ["low_freq_factor", "high_freq_factor"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["one block per kind of layer", "full_attention"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
+    ],
+)
+def test_rope_settings_that_disagree_or_are_unknown_are_refused(form: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        spec_from_hf(llama(**form))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_an_unknown_model_type_lists_the_known_ones_and_the_way_to_add_one() -> None:
+    for model_type in ("gpt2", None):
+        with pytest.raises(ValueError, match=r"docs/adding_a_family\.md") as error:
+            spec_from_hf({"model_type": model_type})
+        assert all(word in str(error.value) for word in [repr(model_type), *BY_MODEL_TYPE])
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (llama(attention_bias=True), ["attention_bias=true", "o_proj"]),
+        (llama(mlp_bias=True), ["mlp_bias=true"]),
+        (llama(hidden_act="gelu"), ["hidden_act='gelu'", "silu"]),
+        (llama(quantization_config={"bits": 4}), ["quantization_config"]),
+        (llama(num_key_value_heads=3), ["num_attention_heads=4", "num_key_value_heads=3"]),
+        (llama(hidden_size=30), ["hidden_size=30", "head_dim"]),
+        (llama(vocab_size=None), ["vocab_size", "None"]),
+        (llama(model_type="qwen2", use_sliding_window=True), ["use_sliding_window=true"]),
+        (llama(model_type="qwen3", layer_types=["full_attention", "sliding_attention"]), ["sliding_attention"]),
+        (llama(model_type="qwen3", attention_bias=True), ["attention_bias=true"]),
+        (llama(dtype="int8"), ["int8", "bfloat16"]),
+        (llama(dtype="float32", torch_dtype="bfloat16"), ["float32", "bfloat16", "disagree"]),
+    ],
+)
+def test_features_that_cannot_be_trained_are_refused_by_name(config: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        spec_from_hf(config)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_all_refusals_come_at_once() -> None:
+    with pytest.raises(ValueError, match=r"hidden_act.*attention_bias.*mlp_bias"):
+        spec_from_hf(llama(hidden_act="gelu", attention_bias=True, mlp_bias=True))
+
+
+@pytest.mark.parametrize(("window", "positions"), [(None, 64), (16, 16), (4096, 64)])
+def test_mistral_is_used_within_its_window(window: int | None, positions: int) -> None:
+    assert spec_from_hf(llama(model_type="mistral", sliding_window=window)).max_positions == positions
+
+
+def test_old_configs_that_leave_keys_out() -> None:
+    config = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "hidden_act", "rms_norm_eps")}
+    spec = spec_from_hf(config | {"torch_dtype": "float16"})
+    assert (spec.num_kv_heads, spec.head_dim, spec.norm_eps, spec.tied, spec.dtype) == (4, 8, 1e-6, False, "float16")
+    assert spec_from_hf({**LLAMA, "model_type": "qwen3"}).head_dim == 128
+    assert spec_from_hf(llama(head_dim=None)).head_dim == 8
