@@ -24,16 +24,20 @@ class Outcome:
     error: str | None = None
 
 
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread of process `parent` that started it ends, even by SIGKILL (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
 _functions: dict[FunctionSpec, tuple[RewardFunction, tuple[str, ...]] | Outcome] = {}
 
 
 def start(specs: tuple[FunctionSpec, ...], parent: int) -> None:
     """Load the functions before the first sample's clock starts. A load that fails is reported with every sample that needs it."""
-    if sys.platform == "linux":
-        # A worker in the middle of a user's endless loop would outlive a trainer that was killed.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+    die_with_parent(parent)  # in the middle of a user's endless loop it would outlive a trainer that was killed
     for spec in specs:
         try:
             _functions[spec] = spec.load()
