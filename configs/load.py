@@ -39,6 +39,8 @@ def load_config(
     """
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    if config_dir is not None and config_name is None:
+        raise ConfigError([f"--config-dir={config_dir} says where a configuration lies but not which one; add --config-name=NAME"])
     files = [] if config_name is None else [_named_file(config_name, config_dir)]
     for file in [*files, *([] if config_file is None else [config_file])]:
         content, lines = read_yaml(file)

@@ -233,6 +233,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         load_config([], tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match=r"no configuration other\.yaml in the folder .*; there: bad"):
         load_config([], config_name="other", config_dir=tmp_path)
+    with pytest.raises(ConfigError, match="add --config-name=NAME"):
+        load_config([], config_dir=tmp_path)
 
 
 def test_a_saved_configuration_loads_again_equal_and_leaves_no_other_file(tmp_path: Path) -> None:
