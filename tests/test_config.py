@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tridentrl.configs import Config, ConfigError, load_config, save_config, to_dict, typed, typed_options
 from tridentrl.configs import schema as schema_module
-from tridentrl.configs.convert import hints
-from tridentrl.configs.load import schema_keys
+from tridentrl.configs.convert import ConfigError, hints, typed
+from tridentrl.configs.load import load_config, save_config, schema_keys, to_dict, typed_options
+from tridentrl.configs.schema import Config
 
 REQUIRED = ["data.train_files=a.arrow", "model.actor_pretrained_model_name_or_path=m"]
 FILE = "data: {train_files: a.arrow}\nmodel: {actor_pretrained_model_name_or_path: m}\n"

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
-from tridentrl.configs import Batches, Config, ConfigError, ModelSpec, check, describe_batches, load_config, resolve_layout, violations
+from tridentrl.configs.convert import ConfigError
+from tridentrl.configs.layout import describe_batches, resolve_layout
+from tridentrl.configs.load import load_config
+from tridentrl.configs.model_spec import ModelSpec
+from tridentrl.configs.rules import Batches, check, violations
+from tridentrl.configs.schema import Config
 
 
 def spec(**changes: Any) -> ModelSpec:

@@ -17,7 +17,7 @@ from datafiles import turn, write
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from tridentrl.configs import DataConfig
+from tridentrl.configs.schema import DataConfig
 from tridentrl.data.balance import balanced_assignment, micro_batches
 from tridentrl.data.prompts import PromptDataset
 from tridentrl.data.sampler import PromptSampler, evaluation_batches, planned_steps
