@@ -51,7 +51,8 @@ def typed(
 
     origins: where each dotted key (or its section) was written, for the messages.
     other_keys: dotted keys outside this section, to tell where a misplaced key belongs.
-    Raises ConfigError with every unknown key, missing required key and wrong value; a ValueError of `__post_init__` is one more problem.
+    Raises ConfigError with every unknown key, missing required key and wrong value; of a ValueError from
+    `__post_init__`, each line is one more problem, and `field=value: ...` gets the full key.
     """
     reader = _Reader(origins or {}, [*key_paths(kind, where), *other_keys])
     built = reader.section(kind, mapping, where)
@@ -110,7 +111,9 @@ class _Reader:
         try:
             return kind(**values)
         except ValueError as error:
-            self.problems += [line if line.startswith(where) else f"{where}: {line}" for line in str(error).splitlines()]
+            for line in str(error).splitlines():
+                about_a_field = line.partition("=")[0] in fields
+                self.problems.append(_join(where, line) if about_a_field else f"{where}: {line}" if where else line)
             return None
 
     def value(self, hint: Any, value: Any, key: str) -> Any:
@@ -151,7 +154,7 @@ def nearest(key: str, valid: Iterable[str]) -> str | None:
         return difflib.SequenceMatcher(None, *last).ratio(), difflib.SequenceMatcher(None, *whole).ratio()
 
     best = max(valid, key=likeness, default=None)
-    return best if best is not None and likeness(best)[0] >= 0.6 else None
+    return best if best is not None and likeness(best)[0] >= 0.75 else None
 
 
 class _NotThat(Exception):

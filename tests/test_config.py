@@ -32,7 +32,7 @@ class Mine:
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
-            raise ValueError(f"algorithm.group_size={self.group_size}: a group needs two samples; set 2 or more")
+            raise ValueError(f"group_size={self.group_size}: a group needs two samples; set 2 or more\nnothing else")
 
 
 def load(*overrides: str) -> Config:
@@ -111,7 +111,8 @@ def test_an_algorithms_own_keys_are_as_strict() -> None:
         (["algorithm.lr=1"], "unknown key algorithm.lr (command line: algorithm.lr=1); that key is optimizer.lr"),
         (["algorithm.nam=ppo"], "did you mean algorithm.name?"),
         (["algorithm.group_size=8.5"], "algorithm.group_size must be an integer, got 8.5 (float) (command line: algorithm.group_size=8.5)"),
-        (["algorithm.group_size=1"], "- algorithm.group_size=1: a group needs two samples; set 2 or more"),
+        (["algorithm.group_size=1"], "- algorithm.group_size=1: a group needs two samples; set 2 or more\n  - algorithm: nothing else"),
+        (["algorithm.vf_coef=1"], "(command line: algorithm.vf_coef=1); the keys of algorithm are group_size, clip_coef"),
     ]:
         with pytest.raises(ConfigError) as caught:
             typed_options(Mine, load(*overrides).algorithm)
