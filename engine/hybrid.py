@@ -5,15 +5,19 @@ After HybridFlow (arXiv 2409.19256, section 5), but by a plan of boxes: each ran
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from tridentrl.configs.model_spec import ModelSpec
 from tridentrl.engine.megatron import MegatronEngine
 from tridentrl.engine.rollout import RolloutEngine
-from tridentrl.parallel.model import uses_transformer_engine
 from tridentrl.weights.checksum import verify
-from tridentrl.weights.execute import Receipt, reshard
-from tridentrl.weights.layouts import megatron_layout
+from tridentrl.weights.execute import Receipt, Resharder, common_dtype
+from tridentrl.weights.pieces import Piece, volume
 from tridentrl.weights.plan import plan
 
 
@@ -25,24 +29,20 @@ class HybridEngine:
 
     def __init__(self, actor: MegatronEngine, rollout: RolloutEngine, *, checksum_syncs: int, bucket_bytes: int) -> None:
         self.actor, self.rollout = actor, rollout
-        self.checksum_syncs, self.bucket_bytes = checksum_syncs, bucket_bytes
+        self.checksum_syncs = checksum_syncs
         self.version = 0
         """Number of syncs done; stamped on the samples that follow."""
-        world = dist.get_world_size()
-        fused = uses_transformer_engine()
-        sources = {rank: megatron_layout(actor.spec, actor.grid, rank, head="lm", fused_norms=fused) for rank in range(world)}
-        targets = {rank: rollout.layout(rank % rollout.tensor) for rank in range(world)}
-        _check_every_parameter_is_covered(targets[dist.get_rank()], rollout.tensors())
-        self.plan = plan(sources, targets)
+        targets = {rank: rollout.layout(rank % rollout.tensor) for rank in range(actor.grid.world)}
+        _check_every_parameter_is_covered(actor.spec, targets[dist.get_rank()], rollout.tensors())
+        self.plan = plan(actor.layouts(), targets)
+        self.dtype = common_dtype(rollout.tensors(), dist.group.WORLD)
+        self.resharder = Resharder(self.plan, group=dist.group.WORLD, bucket_bytes=bucket_bytes, dtype=self.dtype)
 
     @torch.no_grad()
     def sync(self) -> Receipt:
         """Bring the rollout engine to the actor's weights. Collective over the world."""
         self.version += 1
-        source_tensors, target_tensors = self.actor.tensors(), self.rollout.tensors()
-        receipt = reshard(
-            self.plan, source_tensors, target_tensors, group=dist.group.WORLD, bucket_bytes=self.bucket_bytes, version=self.version
-        )
+        receipt = self.resharder.run(self.actor.tensors(), self.rollout.tensors(), version=self.version)
         if self.version <= self.checksum_syncs:
             self.prove()
         self.rollout.weights_changed()
@@ -50,4 +50,22 @@ class HybridEngine:
 
     def prove(self) -> None:
         """Compare position-keyed checksums of both sides; raises RuntimeError with the tensor's name on every rank."""
-        verify(self.plan, self.actor.tensors(), self.rollout.tensors(), group=dist.group.WORLD)
+        verify(self.plan, self.actor.tensors(), self.rollout.tensors(), group=dist.group.WORLD, dtype=self.dtype)
+
+
+def _check_every_parameter_is_covered(spec: ModelSpec, pieces: list[Piece], tensors: Mapping[str, Tensor]) -> None:
+    """Every element of the rollout engine's parameters comes from the trainer, but for the padding rows of a vocabulary."""
+    covered: dict[str, int] = defaultdict(int)
+    for piece in pieces:
+        covered[piece.local_name] += volume(piece.local_box)
+    unknown = sorted(covered.keys() - tensors.keys())
+    bare = sorted(
+        name
+        for name, tensor in tensors.items()
+        if covered[name] != tensor.numel() and not (name.endswith(("embed_tokens.weight", "lm_head.weight")) and covered[name])
+    )
+    if unknown or bare:
+        raise RuntimeError(
+            f"the rollout engine's parameters do not match what is known of family {spec.family}: "
+            f"no such parameter {unknown or 'missing'}; not covered by the trainer's weights {bare or 'none'}"
+        )

@@ -59,9 +59,12 @@ class MegatronEngine:
 
     # Weights
 
-    def pieces(self) -> list[Piece]:
-        """Where the tensors of the Hugging Face model lie in `tensors()`."""
-        return megatron_layout(self.spec, self.grid, dist.get_rank(), head=self.head, fused_norms=uses_transformer_engine())
+    def layouts(self) -> dict[int, list[Piece]]:
+        """By rank, where the tensors of the Hugging Face model lie in that rank's `tensors()`."""
+        return {rank: self._layout(rank) for rank in range(self.grid.world)}
+
+    def _layout(self, rank: int) -> list[Piece]:
+        return megatron_layout(self.spec, self.grid, rank, head=self.head, fused_norms=uses_transformer_engine())
 
     def tensors(self) -> dict[str, Tensor]:
         """The live parameters of this rank, named `<chunk>.<Megatron parameter name>`."""
@@ -73,11 +76,12 @@ class MegatronEngine:
 
     def load(self, folder: str, *, fresh_head_seed: int | None = None) -> None:
         """Fill the weights from a Hugging Face folder. With `fresh_head_seed` the value head is drawn anew instead of read."""
-        tensors, pieces = self.tensors(), self.pieces()
+        tensors, pieces = self.tensors(), self._layout(dist.get_rank())
         if fresh_head_seed is not None:
             assert self.head == "value"
             pieces = [piece for piece in pieces if piece.hf_name != "score.weight"]
-        load_pieces(folder, pieces, tensors)
+        # With a fresh head the folder is that of a language model, whose own head is left alone.
+        load_pieces(folder, pieces, tensors, head="lm" if fresh_head_seed is not None else self.head)
         for name, tensor in tensors.items():
             if name.endswith("word_embeddings.weight") or (self.head == "lm" and name.endswith("output_layer.weight")):
                 self._zero_padding(tensor)

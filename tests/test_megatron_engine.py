@@ -142,7 +142,7 @@ def update_gradients(grid: Grid, folder: str, algorithm: str, head: str, max_tok
         for number, chunk in enumerate(unwrap_model(engine.training.chunks))
         for name, parameter in chunk.named_parameters()
     }
-    return engine.pieces(), gradients, metrics
+    return engine.layouts()[dist.get_rank()], gradients, metrics
 
 
 def loss_of(algorithm: str, head: str) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @functools.cache
 def tiny_folder(kind: str, **changes: Any) -> str:
-    """A folder with the model of `kind`, the same weights in every test run; `changes` go into its config."""
+    """A folder with the model of `kind`, the same weights in every test run; `changes` go into its config. Call it before ranks are forked."""
     name, extra = KINDS[kind]
     torch.manual_seed(sum(map(ord, kind)))
     config = getattr(transformers, f"{name}Config")(**{**BASE, **extra, **changes})
@@ -57,9 +58,10 @@ def tiny_folder(kind: str, **changes: Any) -> str:
                 parameter.copy_(1 + 0.1 * noise)
             else:
                 parameter.copy_((0.3 if "bias" in parameter_name else 0.08) * noise)
-    folder = Path(tempfile.mkdtemp(prefix=f"tiny-{kind}-")) / kind
+    folder = tempfile.mkdtemp(prefix=f"tiny-{kind}-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model.save_pretrained(folder)
-    return str(folder)
+    return folder
 
 
 def tiny_spec(folder: str) -> ModelSpec:
