@@ -59,7 +59,6 @@ def _reverse_scan(x_C: Tensor, carry_C: Tensor, *, longest: int) -> Tensor:
     while step < min(longest, len(x_C)):
         y_C[:-step] += carry_C[:-step] * y_C[step:].clone()
         carry_C[:-step] *= carry_C[step:].clone()
-        carry_C[-step:] = 0
         step *= 2
     return y_C
 
