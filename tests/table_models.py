@@ -88,8 +88,8 @@ class TableContext:
     actor_updates: list[Update] = field(default_factory=list)
     critic_updates: list[Update] = field(default_factory=list)
     logged: dict[str, float] = field(default_factory=dict)
-    junk: float = 1.0
-    """Factor on everything a model says about a token that is not trained."""
+    junk: float = 0.0
+    """Added to everything a model says about a token that is not trained."""
 
     def generate(self, prompts: Any, *, n: int, greedy: bool = False) -> Rollouts:
         self.calls.append(f"generate {n}")
@@ -119,7 +119,7 @@ class TableContext:
         return self._spoil(logp[previous, chosen], rollouts), self._spoil(entropy[previous], rollouts)
 
     def _spoil(self, x_R: Tensor, rollouts: Rollouts) -> Tensor:
-        return x_R * torch.where(rollouts.response_mask_R > 0, 1.0, self.junk)
+        return x_R + torch.where(rollouts.response_mask_R > 0, 0.0, self.junk)
 
     def update_actor(self, rollouts: Rollouts, loss: Callable[..., Any], *, epochs: int = 1, mini_batch_size: int | None = None) -> None:
         def evaluate(weights: Tensor, part: Rollouts, micro: MicroBatch) -> Any:
@@ -149,6 +149,7 @@ class TableContext:
                 )
                 leaf = weights.clone().requires_grad_()
                 loss, parts = evaluate(leaf, part, micro)
+                assert loss.isfinite()
                 gradient += torch.autograd.grad(loss, leaf)[0]
                 for name, value in parts.items():
                     merge = max if name.endswith("_max") else float.__add__
