@@ -8,6 +8,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ def export_hf(
     """
     dtype = dtype or getattr(torch, spec.dtype)
     writer = _Writer(Path(folder), group)
-    writer.on_rank_0(lambda: writer.begin(overwrite))
+    writer.on_rank_0(partial(writer.begin, overwrite))
     shards = _shards(hf_layout(spec, head=head), dtype.itemsize, max_shard_bytes)
     for i, shard in enumerate(shards):
         file = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -173,9 +174,9 @@ def export_hf(
         )
         todo = plan(source_pieces, {0: shard}, itemsize=dtype.itemsize)
         Resharder(todo, group=group, bucket_bytes=bucket_bytes, dtype=dtype).run(tensors, gathered)
-        writer.on_rank_0(lambda file=file, gathered=gathered: writer.add(file, gathered))
+        writer.on_rank_0(partial(writer.add, file, gathered))
     config = exported_config(spec, hf_config, dtype=dtype, head=head)
-    writer.on_rank_0(lambda: writer.finish(config, tokenizer_folder))
+    writer.on_rank_0(partial(writer.finish, config, tokenizer_folder))
 
 
 def exported_config(spec: ModelSpec, hf_config: Mapping[str, Any], *, dtype: torch.dtype, head: Head = "lm") -> dict[str, Any]:
