@@ -105,6 +105,14 @@ class PromptDataset:
             response_ids=None if config.response_key is None else self._responses[row].tolist(),
         )
 
+    @property
+    def data_sources(self) -> list[str]:
+        """Data source of every row."""
+        if self._config.reward_fn_key not in self._table.column_names:
+            return ["default"] * len(self)
+        column = self._table.column(self._config.reward_fn_key)
+        return [str(column[row].as_py()) for row in self._row_ids]
+
     def _prompts_are_chats(self) -> bool:
         """Whether prompts go through the chat template. ValueError when they cannot."""
         config, kind = self._config, self._table.schema.field(self._config.prompt_key).type

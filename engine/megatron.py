@@ -74,21 +74,36 @@ class MegatronEngine:
             for name, parameter in chunk.named_parameters()
         }
 
-    def load(self, folder: str, *, fresh_head_seed: int | None = None) -> None:
-        """Fill the weights from a Hugging Face folder. With `fresh_head_seed` the value head is drawn anew instead of read."""
-        tensors, pieces = self.tensors(), self._layout(dist.get_rank())
-        if fresh_head_seed is not None:
-            assert self.head == "value"
-            pieces = [piece for piece in pieces if piece.hf_name != "score.weight"]
-        # With a fresh head the folder is that of a language model, whose own head is left alone.
-        load_pieces(folder, pieces, tensors, head="lm" if fresh_head_seed is not None else self.head)
+    def load(self, folder: str) -> None:
+        """Fill the weights from a Hugging Face folder of the same kind of model."""
+        absent = self._fill(folder)
+        assert not absent, "only a value model may lack its head"
+
+    def load_value_model(self, folder: str, *, seed: int) -> bool:
+        """Fill a value model from a folder of one, or of a language model; that has no value head, which is then drawn from `seed`.
+
+        Returns whether it was drawn: normal with standard deviation 1 / sqrt(hidden size), the same on every rank and layout.
+        """
+        fresh = bool(self._fill(folder))
+        for name, tensor in self.tensors().items():
+            if fresh and name.endswith("output_layer.weight"):
+                head = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)) / math.sqrt(self.spec.hidden_size)
+                tensor.copy_(head)
+        self._weights_replaced()
+        return fresh
+
+    def _fill(self, folder: str) -> list[str]:
+        """Returns the tensors that the folder does not have and need not have."""
+        tensors = self.tensors()
+        absent = load_pieces(folder, self._layout(dist.get_rank()), tensors, head=self.head)
         for name, tensor in tensors.items():
             if name.endswith("word_embeddings.weight") or (self.head == "lm" and name.endswith("output_layer.weight")):
                 self._zero_padding(tensor)
-            elif fresh_head_seed is not None and name.endswith("output_layer.weight"):
-                generator = torch.Generator().manual_seed(fresh_head_seed)
-                head = torch.randn(tensor.shape, generator=generator) / math.sqrt(self.spec.hidden_size)
-                tensor.copy_(head)
+        self._weights_replaced()
+        return absent
+
+    def _weights_replaced(self) -> None:
+        """The optimizer's own copies follow the model's weights."""
         if self.training:
             with megatron_facade():
                 self.training.optimizer.reload_model_params()
@@ -140,6 +155,7 @@ class MegatronEngine:
                 # A filler of the pipeline schedule: part of the graph, no part of the loss.
                 return output.sum() * 0.0, torch.tensor(1, dtype=torch.int), {}
             value, metrics = loss(read, batch)
+            metrics = {**metrics, "loss": value}
             # The schedule changes the loss in place; the count is unused, denominators are in the loss.
             return value.clone(), torch.tensor(1, dtype=torch.int), {name: metric.detach().clone() for name, metric in metrics.items()}
 
@@ -149,7 +165,7 @@ class MegatronEngine:
         self.training.optimizer.zero_grad()
         reports = self._run(batches, micro_loss, forward_only=False)
         metrics = self._reduce_metrics(reports)
-        finite = self._gradients_are_finite()
+        finite = math.isfinite(metrics.get("loss", 0.0)) and self._gradients_are_finite()
         metrics["skipped_steps"] = 0.0 if finite else 1.0
         if finite:
             with megatron_facade():
@@ -192,7 +208,7 @@ class MegatronEngine:
         return pack(sequences, max_tokens=self.max_tokens, multiple=multiple, count_multiple=count_multiple, device=self.device)
 
     def _run(self, batches: list[PackedMicroBatch], finish: Callable[[Tensor, PackedMicroBatch], Any], *, forward_only: bool) -> list[Any]:
-        """Megatron's pipeline schedule over `batches`; `finish` sees the last stage's output. Its results, in order, there; [] elsewhere."""
+        """Megatron's pipeline schedule. `finish` sees the last stage's outputs; its results, in order, are returned there, [] elsewhere."""
 
         def forward_step(batches: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)

@@ -114,7 +114,10 @@ def update_gradients(grid: Grid, folder: str, algorithm: str, head: str, max_tok
     engine = MegatronEngine(
         tiny_spec(folder), grid, head=head, max_tokens=max_tokens, sequence_parallel=True, optimizer=FREE, recompute=recompute
     )
-    engine.load(folder, fresh_head_seed=5 if head == "value" else None)
+    if head == "value":
+        assert engine.load_value_model(folder, seed=5)
+    else:
+        engine.load(folder)
     members = share_of(grid.coord(dist.get_rank()).dp_rank, grid.dp)
     mask = packed_fields(list(range(len(PROMPTS))))["mask"]
     denominators = Denominators(tokens=mask.sum().item(), sequences=float(len(PROMPTS)))

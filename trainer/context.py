@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,14 @@ from torch import Tensor
 
 from tridentrl.algos.context import Denominators, MicroBatch, PolicyLoss, ValueLoss
 from tridentrl.algos.rollouts import Rollouts
+from tridentrl.data.balance import balanced_assignment
 from tridentrl.data.prompts import PromptRow
 from tridentrl.engine.hybrid import HybridEngine
-from tridentrl.engine.megatron import MegatronEngine
+from tridentrl.engine.megatron import MegatronEngine, MicroLoss
 from tridentrl.engine.packing import PackedMicroBatch, Sequences
 from tridentrl.engine.rollout import Request, Sampling, sample_seed
+from tridentrl.kernels.advantages import masked_mean
+from tridentrl.kernels.masks import neutralise
 from tridentrl.parallel.grid import Grid
 from tridentrl.trainer.exchange import exchange
 from tridentrl.trainer.scoring import Scorer
@@ -58,13 +62,15 @@ class TrainContext:
     """Implements `algos.context.Context`. One per run; `begin` starts each step."""
 
     def __init__(
-        self, engines: Engines, scorer: Scorer, grid: Grid, *, sampling: Sampling, seed: int, kl_coef: float, device: torch.device
+        self, engines: Engines, scorer: Scorer | None, grid: Grid, *, sampling: Sampling, seed: int, kl_coef: float, device: torch.device
     ) -> None:
         self.engines, self.scorer, self.grid, self.sampling, self.seed = engines, scorer, grid, sampling, seed
         self.kl_coef, self.device = kl_coef, device
         self.data_group = parallel_state.get_data_parallel_group() if grid.dp > 1 else None
         self.step = 0
         self.step_log = StepLog()
+        self.updates = 0
+        """Optimizer steps so far, of all models."""
         self._rows: list[PromptRow] = []
         self._stale = True
         """Whether the actor has changed since the rollout engine got its weights."""
@@ -118,8 +124,6 @@ class TrainContext:
     def demonstrations(self, prompts: Sequence[PromptRow]) -> Rollouts:
         responses = [row.response_ids or [] for row in prompts]
         totals = [len(row.prompt_ids) + len(response) for row, response in zip(prompts, responses, strict=True)]
-        from tridentrl.data.balance import balanced_assignment
-
         owner_N = balanced_assignment(totals, self.grid.dp)
         rows = [i for i, owner in enumerate(owner_N) if owner == self.grid.coord(dist.get_rank()).dp_rank]
         tokens = [token for i in rows for token in [*prompts[i].prompt_ids, *responses[i]]]
@@ -162,9 +166,11 @@ class TrainContext:
     # Scores
 
     def reward(self, rollouts: Rollouts) -> Tensor:
+        assert self.scorer, "this algorithm has no rewards"
         with self.timer("reward"):
             rewards_N, metrics = self.scorer.score(rollouts, self._rows, self.grid, self.step)
         valid_N = rewards_N[~rewards_N.isnan()]
+        metrics["reward/excluded"] = float(len(rewards_N) - len(valid_N))
         if len(valid_N):
             metrics |= {"reward/mean": valid_N.mean().item(), "reward/min": valid_N.min().item(), "reward/max": valid_N.max().item()}
             metrics["reward/std"] = valid_N.std(correction=0).item()
@@ -176,20 +182,17 @@ class TrainContext:
             logprobs_R, entropy_R = self.engines.actor.logprobs(_sequences(rollouts), temperature=self.sampling.temperature)
             if "engine_logprobs" in rollouts.fields:
                 self._log_mismatch(logprobs_R, rollouts)
-            self.log({"actor/entropy": self._masked_mean(entropy_R, rollouts.response_mask_R)})
+            self.log({"rollout/entropy": masked_mean(entropy_R, rollouts.response_mask_R, group=self.data_group)})
         return logprobs_R
 
     def _log_mismatch(self, logprobs_R: Tensor, rollouts: Rollouts) -> None:
         """How far the trainer's log-probs are from those the engine sampled with."""
-        gap_R = (logprobs_R - rollouts.fields["engine_logprobs"]).abs() * rollouts.response_mask_R
+        gap_R, mask_R = logprobs_R - rollouts.fields["engine_logprobs"], rollouts.response_mask_R
+        (gap_R,) = neutralise(mask_R, gap_R.abs())
         largest = gap_R.max() if len(gap_R) else torch.zeros((), device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        self.log(
-            {
-                "rollout/train_logprob_diff_max": largest.item(),
-                "rollout/train_logprob_diff_mean": self._masked_mean(gap_R, rollouts.response_mask_R),
-            }
-        )
+        mean = masked_mean(gap_R, mask_R, group=self.data_group)
+        self.log({"rollout/train_logprob_diff_max": largest.item(), "rollout/train_logprob_diff_mean": mean})
 
     def reference_logprobs(self, rollouts: Rollouts) -> Tensor:
         assert self.engines.reference, "this algorithm has no reference"
@@ -200,11 +203,6 @@ class TrainContext:
         assert self.engines.critic, "this algorithm has no critic"
         with self.timer("values"):
             return self.engines.critic.values(_sequences(rollouts))
-
-    def _masked_mean(self, values_R: Tensor, mask_R: Tensor) -> float:
-        sums = torch.stack([torch.where(mask_R > 0, values_R, 0.0).sum(), mask_R.sum()])
-        dist.all_reduce(sums, group=self.data_group) if self.data_group else None
-        return (sums[0] / sums[1].clamp(min=1)).item()
 
     # Updates
 
@@ -235,11 +233,12 @@ class TrainContext:
                 chosen_N = torch.zeros(samples, dtype=torch.bool)
                 chosen_N[members] = True
                 batch = rollouts[chosen_N.to(self.device)]
+                self.updates += 1
                 self.step_log.add(
                     engine.update(_sequences(batch), self._micro_loss(batch, loss), temperature=self.sampling.temperature), prefix
                 )
 
-    def _micro_loss(self, batch: Rollouts, loss: PolicyLoss | ValueLoss):  # noqa: ANN202
+    def _micro_loss(self, batch: Rollouts, loss: PolicyLoss | ValueLoss) -> MicroLoss:
         trained_n = torch.stack([part.sum() > 0 for part in batch.response_mask_R.split(batch.lengths_n.tolist())] or [torch.tensor(False)])
         sizes = torch.stack([batch.response_mask_R.sum(), trained_n.sum().float().to(self.device)])
         if self.data_group:
@@ -253,7 +252,7 @@ class TrainContext:
                 fields={name: tensor[packed.rows_r] for name, tensor in batch.fields.items()},
                 denominators=denominators,
             )
-            return loss(*outputs, micro)
+            return cast("Callable[..., tuple[Tensor, dict[str, Tensor]]]", loss)(*outputs, micro)
 
         return micro_loss
 

@@ -1,0 +1,176 @@
+"""From a prepared configuration to process groups, models, rollout engine and reward workers on this rank."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tridentrl.configs.schema import Config
+from tridentrl.data.prompts import PromptDataset
+from tridentrl.engine.hybrid import HybridEngine
+from tridentrl.engine.megatron import MegatronEngine
+from tridentrl.engine.rollout import RolloutEngine, Sampling
+from tridentrl.engine.rollout_hf import HfRollout
+from tridentrl.engine.rollout_vllm import VllmRollout
+from tridentrl.parallel.groups import init_groups
+from tridentrl.parallel.model import uses_transformer_engine
+from tridentrl.parallel.optimizer import OptimizerSettings, adam_implementation
+from tridentrl.rewards.pool import RewardPool
+from tridentrl.rewards.routing import RewardRouter
+from tridentrl.trainer.context import Engines
+from tridentrl.trainer.launcher import run_ident
+from tridentrl.trainer.prepare import Prepared
+from tridentrl.trainer.world import World
+from tridentrl.weights.hf_io import read_config
+
+log = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+"""How long one rank waits for the others: longer than the slowest rollout or reward of a step."""
+
+
+def init_distributed(world: World, *, cuda: bool) -> torch.device:
+    """Join torch.distributed as `world` says, and return this rank's device. Nothing happens where it is initialised already."""
+    device = torch.device("cuda", world.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        alone = {"store": dist.HashStore()} if world.world_size == 1 else {"init_method": "env://"}
+        dist.init_process_group(backend, rank=world.rank, world_size=world.world_size, timeout=COLLECTIVE_TIMEOUT, **alone)
+    return device
+
+
+def end_of_sequence_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends a response: the lists of generation_config.json and config.json, and the tokenizer's own."""
+    from transformers import GenerationConfig
+
+    ids: list[int] = []
+    with contextlib.suppress(OSError):  # the file is optional
+        ids += _as_list(GenerationConfig.from_pretrained(folder).eos_token_id)
+    ids += _as_list(read_config(folder).get("eos_token_id")) + _as_list(tokenizer.eos_token_id)
+    return tuple(sorted(set(ids)))
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def sampling_settings(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """Of training rollouts."""
+    rollout = config.rollout
+    return Sampling(
+        max_response_length=rollout.max_response_length,
+        temperature=rollout.temperature,
+        stop_token_ids=() if rollout.ignore_eos else stop_token_ids,
+        stop=rollout.stop,
+    )
+
+
+def build_engines(prepared: Prepared, device: torch.device, *, optimizer_steps: int) -> Engines:
+    """All models of the run, loaded. Collective over the world."""
+    config, grid = prepared.config, prepared.grid
+    init_groups(grid, seed=config.seed)
+    layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core local"
+    log.info("layers: %s; Adam: %s", layers, adam_implementation())
+    actor = _model(prepared, "actor", device, lr=config.optimizer.lr, optimizer_steps=optimizer_steps)
+    engines = Engines(actor=actor)
+    if "critic" in prepared.specs:
+        engines.critic = _model(prepared, "critic", device, lr=config.optimizer.critic_lr, optimizer_steps=optimizer_steps)
+    if "reference" in prepared.specs:
+        engines.reference = _model(prepared, "reference", device, lr=None, optimizer_steps=optimizer_steps)
+    if prepared.algorithm.online:
+        rollout = _rollout(prepared, device)
+        bucket_bytes = config.rollout.bucket_mb * 1024**2
+        engines.hybrid = HybridEngine(actor, rollout, checksum_syncs=config.rollout.checksum_syncs, bucket_bytes=bucket_bytes)
+    return engines
+
+
+def _model(prepared: Prepared, role: str, device: torch.device, *, lr: float | None, optimizer_steps: int) -> MegatronEngine:
+    config, optimizer = prepared.config, prepared.config.optimizer
+    settings = lr and OptimizerSettings(
+        lr=lr,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        gradient_clip=config.trainer.gradient_clip_val,
+        warmup_steps=optimizer.warmup_steps,
+        schedule=optimizer.schedule,
+        total_steps=optimizer_steps,
+        min_lr_ratio=optimizer.min_lr_ratio,
+    )
+    engine = MegatronEngine(
+        prepared.specs[role],
+        prepared.grid,
+        head="value" if role == "critic" else "lm",
+        bf16=config.trainer.precision == "bf16-mixed",
+        max_tokens=config.trainer.micro_batch_tokens,
+        sequence_parallel=config.parallel.sequence_parallel is True,
+        recompute=config.parallel.recompute,
+        optimizer=settings or None,
+        device=device,
+    )
+    folder = prepared.folders[role]
+    if role != "critic":
+        engine.load(folder)
+    elif engine.load_value_model(folder, seed=config.seed):
+        log.info("critic: %s has no value head, a fresh one is drawn from seed %d", folder, config.seed)
+    return engine
+
+
+def _rollout(prepared: Prepared, device: torch.device) -> RolloutEngine:
+    config, folder, spec = prepared.config, prepared.folders["actor"], prepared.specs["actor"]
+    rollout = config.rollout
+    dtype = getattr(torch, rollout.dtype)
+    if rollout.backend == "hf":
+        return HfRollout(
+            folder,
+            spec,
+            dtype=dtype,
+            device=device,
+            needs_text=bool(rollout.stop),
+            batch_size=rollout.max_num_seqs,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    assert isinstance(rollout.tensor, int)
+    return VllmRollout(
+        folder,
+        spec,
+        tensor=rollout.tensor,
+        max_length=config.data.max_prompt_length + rollout.max_response_length,
+        dtype=dtype,
+        run_id=run_ident(),
+        seed=config.seed,
+        needs_text=bool(rollout.stop),
+        max_num_seqs=rollout.max_num_seqs,
+        prefix_caching=rollout.prefix_caching,
+        enforce_eager=rollout.enforce_eager is True,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def build_reward_pool(config: Config, train: PromptDataset, val: PromptDataset | None) -> RewardPool:
+    """Worker processes of this rank; every data source of both sets is checked to have a reward."""
+    reward = config.reward
+    sets = {"data.train_files": train} | ({"data.val_files": val} if val else {})
+    router = RewardRouter(
+        data_sources={key: Counter(dataset.data_sources) for key, dataset in sets.items()},
+        custom_path=reward.custom_fn.path,
+        custom_name=reward.custom_fn.name,
+        default=reward.default,
+        by_source=reward.by_source,
+    )
+    return RewardPool(
+        router,
+        workers=reward.workers,
+        timeout_s=reward.timeout_s,
+        on_error=reward.on_error,
+        max_failure_share=reward.max_failure_share,
+    )

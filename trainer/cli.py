@@ -1,0 +1,26 @@
+"""The command `tridentrl`."""
+
+from __future__ import annotations
+
+import sys
+
+import tridentrl
+
+USAGE = """usage: tridentrl train [--config FILE] [--nproc_per_node N] key=value ...
+       tridentrl --version
+
+train   train a language model with RL; `tridentrl train --help` says more"""
+
+
+def main() -> int:
+    """Entry point of the console script."""
+    command, *rest = sys.argv[1:] or ["--help"]
+    if command == "train":
+        from tridentrl.trainer.main_fastrl import main as train
+
+        return train(rest)
+    if command == "--version":
+        print(f"tridentrl {tridentrl.__version__}")
+        return 0
+    print(USAGE, file=sys.stdout if command in ("--help", "-h") else sys.stderr)
+    return 0 if command in ("--help", "-h") else 2

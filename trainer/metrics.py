@@ -1,0 +1,69 @@
+"""Where numbers and samples go: metrics.jsonl, TensorBoard, W&B, and one line per step on the screen. Only rank 0 writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class MetricsWriter:
+    """Writes each step's metrics to every logger in `loggers` (`jsonl`, `tensorboard`, `wandb`) below the folder `run`."""
+
+    def __init__(self, run: Path, loggers: Sequence[str], *, config: Mapping[str, Any]) -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        self._jsonl = (run / "metrics.jsonl").open("a", encoding="utf-8") if "jsonl" in loggers else None
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if "tensorboard" in loggers:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(run / "tensorboard"))
+        if "wandb" in loggers:
+            try:
+                import wandb
+            except ImportError:
+                raise ValueError("trainer.loggers has wandb, which is not installed: pip install wandb, or take it out") from None
+            self._wandb = wandb.init(project="tridentrl", name=run.name, dir=str(run), config=dict(config))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step's numbers. A number that is not finite is written as null to the file, since JSON has none."""
+        if self._jsonl:
+            finite = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
+            self._jsonl.write(json.dumps({"step": step, **finite}) + "\n")
+            self._jsonl.flush()
+        if self._tensorboard:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb:
+            self._wandb.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        if self._jsonl:
+            self._jsonl.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Rows as JSON lines; the file appears complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    temporary.replace(path)
+
+
+def step_line(step: int, metrics: Mapping[str, float]) -> str:
+    """`[Step 20] KL: 0.763, Reward: 0.28, Loss: 1.712, 812 tokens/s`, with what there is."""
+    parts = [
+        f"{label}: {metrics[name]:.{digits}f}"
+        for label, name, digits in (("KL", "kl/mean", 3), ("Reward", "reward/mean", 2), ("Loss", "actor/loss", 3))
+        if name in metrics
+    ]
+    return f"[Step {step}] " + ", ".join([*parts, f"{metrics['perf/tokens_per_s']:,.0f} tokens/s"])

@@ -1,0 +1,243 @@
+"""The run: batches of prompts through the algorithm, with evaluation, records and saves around it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from tridentrl.algos.rollouts import Rollouts
+from tridentrl.configs.layout import describe_batches
+from tridentrl.configs.load import save_config, to_dict
+from tridentrl.configs.schema import Config
+from tridentrl.data.prompts import PromptDataset, PromptRow
+from tridentrl.data.sampler import PromptSampler, evaluation_batches, planned_steps
+from tridentrl.engine.rollout import Sampling
+from tridentrl.kernels.losses import kl_estimate
+from tridentrl.trainer.builders import build_engines, build_reward_pool, end_of_sequence_ids, init_distributed, sampling_settings
+from tridentrl.trainer.context import EVALUATION, TrainContext
+from tridentrl.trainer.metrics import MetricsWriter, step_line, write_rows
+from tridentrl.trainer.prepare import Prepared, model_folder, prepare
+from tridentrl.trainer.scoring import Scorer
+from tridentrl.trainer.world import ALONE, World, world_from_torchrun
+from tridentrl.weights.hf_io import export_hf, read_config
+
+log = logging.getLogger(__name__)
+
+
+class RLTrainer:
+    """Builds everything that `config` asks for on this rank, then `run` trains. All ranks do the same.
+
+    Under torchrun the ranks are found in the environment; else this process is the only one. Raises ValueError for bad input
+    before any model is built.
+    """
+
+    def __init__(self, config: Config, world: World | None = None) -> None:
+        world = world or world_from_torchrun(os.environ) or ALONE
+        self.prepared: Prepared = prepare(config, world=world.world_size)
+        self.config = self.prepared.config
+        self.run_folder = Path(self.config.output_dir) / self.config.exp_name
+        self.tokenizer = load_tokenizer(self.config)
+        self._load_data()
+        self.leads = world.rank == 0
+        self.pool = build_reward_pool(self.config, self.train_data, self.val_data) if self.prepared.algorithm.online else None
+        self.device = init_distributed(world, cuda=self.config.trainer.device == "cuda")
+        self._start_records()
+        self._build()
+
+    def _load_data(self) -> None:
+        config, data = self.config, self.config.data
+        limit = config.rollout.max_response_length
+        self.train_data = PromptDataset(data.train_files, data, self.tokenizer, split="train", max_response_length=limit)
+        self.val_data = (
+            PromptDataset(data.val_files, data, self.tokenizer, split="val", max_response_length=limit) if data.val_files else None
+        )
+        self.sampler = PromptSampler(
+            len(self.train_data), data.train_batch_size, seed=config.seed, shuffle=data.shuffle, drop_last=data.drop_last
+        )
+        self.total_steps, self.limit = planned_steps(config.trainer.total_steps, config.trainer.epochs, self.sampler.steps_per_epoch)
+
+    def _start_records(self) -> None:
+        """The run folder; one that an earlier run filled is moved aside, never written over."""
+        self.writer: MetricsWriter | None = None
+        if not self.leads:
+            return
+        if self.run_folder.exists():
+            old = self.run_folder.with_name(f"{self.run_folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
+            self.run_folder.rename(old)
+            log.info("%s was there already and is now %s", self.run_folder, old)
+        self.writer = MetricsWriter(self.run_folder, self.config.trainer.loggers, config=to_dict(self.config))
+        save_config(self.config, self.run_folder / "config.yaml")
+
+    def _build(self) -> None:
+        config, prepared = self.config, self.prepared
+        if self.leads:
+            log.info("training layout: %s; rollout: %s, tensor %s", prepared.grid, config.rollout.backend, config.rollout.tensor)
+            log.info("%s", describe_batches(config, prepared.batches, world=prepared.world))
+            for name, data in (("train", self.train_data), ("val", self.val_data)):
+                if data and data.dropped:
+                    log.info("%s rows left out: %s", name, dict(data.dropped))
+            if self.sampler.dropped_per_epoch:
+                log.info("%d training rows of each epoch do not fill a batch and are left out", self.sampler.dropped_per_epoch)
+        batches = prepared.batches
+        responses = config.data.train_batch_size * batches.kept_per_prompt
+        per_step = batches.update_epochs * -(-responses // (batches.mini_batch_size or responses))
+        self.engines = build_engines(prepared, self.device, optimizer_steps=self.total_steps * per_step)
+        sampling = sampling_settings(config, end_of_sequence_ids(prepared.folders["actor"], self.tokenizer))
+        self.context = TrainContext(
+            self.engines,
+            Scorer(self.pool, self.tokenizer) if self.pool else None,
+            prepared.grid,
+            sampling=sampling,
+            seed=config.seed,
+            kl_coef=config.trainer.kl_coef,
+            device=self.device,
+        )
+        if self.leads and prepared.algorithm.online:
+            log.info("sampling: %s; for evaluation at temperature %g", sampling, config.rollout.val_temperature)
+
+    def run(self) -> dict[str, float]:
+        """Train to the last step; returns the metrics of the last step and the last evaluation. Collective over the world."""
+        trainer = self.config.trainer
+        metrics = self.evaluate(0) if trainer.eval_at_start else {}
+        for step in tqdm(range(1, self.total_steps + 1), disable=None if self.leads else True, unit="step", dynamic_ncols=True):
+            metrics |= self._run_step(step)
+            last = step == self.total_steps
+            if last or (trainer.eval_interval and step % trainer.eval_interval == 0):
+                metrics |= self.evaluate(step)
+            if last or (trainer.save_interval and step % trainer.save_interval == 0):
+                self.save(step)
+        if not self.context.updates:
+            raise RuntimeError("the run made no update: every sample of every step was excluded; see reward/excluded in metrics.jsonl")
+        if self.leads:
+            log.info("finished after %d steps (%s); everything is in %s", self.total_steps, self.limit, self.run_folder)
+        self.close()
+        return metrics
+
+    def _run_step(self, step: int) -> dict[str, float]:
+        start = time.perf_counter()
+        self.context.begin(step)
+        self.prepared.algorithm.step(self.context, self.train_data[next(self.sampler)])
+        metrics = self.context.step_log.metrics()
+        staged = sum(self.context.step_log.seconds.values())
+        if self.writer:
+            seconds = time.perf_counter() - start
+            metrics |= {
+                "timing_s/step": seconds,
+                # The controller, the data and the records: all that no stage accounts for.
+                "timing_s/other": seconds - staged,
+                "perf/tokens_per_s": metrics["rollout/tokens"] / seconds,
+                "perf/response_tokens_per_s": metrics["rollout/response_tokens"] / seconds,
+            }
+            self.writer.write(step, metrics)
+            tqdm.write(step_line(step, metrics))
+        return metrics
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Score every held-out row once; writes the rows to `rollouts/step_N.jsonl`. Collective over the world."""
+        if not self.val_data or not self.prepared.algorithm.online:
+            return {}
+        start = time.perf_counter()
+        self.context.begin(step)
+        sampling = Sampling(**{**vars(self.context.sampling), "temperature": self.config.rollout.val_temperature})
+        rows: list[dict[str, Any]] = []
+        for batch in evaluation_batches(len(self.val_data), self.config.data.val_batch_size):
+            rows += self._evaluate_batch(self.val_data[batch], sampling)
+        scores = [row["reward"] for row in rows if row["reward"] is not None]
+        metrics = {"val/reward/mean": _mean(scores), "val/length_mean": _mean([row["length"] for row in rows])}
+        by_source = defaultdict(list)
+        for row in rows:
+            if row["reward"] is not None:
+                by_source[row["data_source"]].append(row["reward"])
+        metrics |= {f"val/reward/{source}": _mean(values) for source, values in by_source.items()}
+        if self.engines.reference:
+            metrics["val/kl_mean"] = _mean([row["kl"] for row in rows])
+        metrics["timing_s/evaluate"] = time.perf_counter() - start
+        if self.writer:
+            self.writer.write(step, metrics)
+            write_rows(self.run_folder / "rollouts" / f"step_{step}.jsonl", rows[: self.config.trainer.log_rollouts])
+            tqdm.write(f"[Step {step}] held-out reward {metrics['val/reward/mean']:.3f} over {len(rows)} rows")
+        return metrics
+
+    def _evaluate_batch(self, prompts: list[PromptRow], sampling: Sampling) -> list[dict[str, Any]]:
+        """One row per prompt, in order, on every rank."""
+        assert self.context.scorer
+        rollouts = self.context.sample(prompts, n=1, sampling=sampling, step=EVALUATION)
+        rewards_N = self.context.reward(rollouts)
+        kl_n = self._kl_per_sample(rollouts)
+        mine = []
+        for number, text, kl in zip(rollouts.rows_n.tolist(), self.context.scorer.responses(rollouts), kl_n, strict=True):
+            reward, row = rewards_N[number].item(), prompts[number]
+            mine.append(
+                {
+                    "row": row.row_id,
+                    "data_source": row.data_source,
+                    "prompt": row.prompt_text,
+                    "response": text,
+                    "reward": None if reward != reward else reward,
+                    "kl": kl,
+                    "length": int(rollouts.response_lengths_N[number]),
+                    "truncated": bool(rollouts.truncated_N[number]),
+                    "weight_version": self.engines.hybrid.version if self.engines.hybrid else 0,
+                }
+            )
+        gathered: list[list[dict[str, Any]]] = [[] for _ in range(self.prepared.grid.world)]
+        coord = self.prepared.grid.coord(dist.get_rank())
+        dist.all_gather_object(gathered, mine if coord.tp_rank == coord.pp_rank == 0 else [])
+        return sorted((row for part in gathered for row in part), key=lambda row: row["row"])
+
+    def _kl_per_sample(self, rollouts: Rollouts) -> list[float | None]:
+        """Mean over a response's tokens of the k3 estimate of KL(actor || reference); None without a reference."""
+        if not self.engines.reference:
+            return [None] * len(rollouts.rows_n)
+        kl_R = kl_estimate(self.context.actor_logprobs(rollouts), self.context.reference_logprobs(rollouts), "k3")
+        return [part.mean().item() if len(part) else 0.0 for part in kl_R.split(rollouts.lengths_n.tolist())]
+
+    def save(self, step: int) -> Path:
+        """Export the actor (and the critic) as Hugging Face folders `hf/step_N` (`hf/step_N-critic`); returns the actor's."""
+        folder = self.run_folder / "hf" / f"step_{step}"
+        for role, engine in (("actor", self.engines.actor), ("critic", self.engines.critic)):
+            if engine:
+                source = self.prepared.folders[role]
+                export_hf(
+                    engine.spec,
+                    read_config(source),
+                    engine.layouts(),
+                    engine.tensors(),
+                    folder if role == "actor" else folder.with_name(f"{folder.name}-critic"),
+                    head=engine.head,
+                    dtype=torch.float32 if self.config.trainer.precision == "fp32" else torch.bfloat16,
+                    tokenizer_folder=self.config.model.tokenizer_name_or_path or source,
+                )
+        return folder
+
+    def close(self) -> None:
+        """End the reward workers and flush the records."""
+        if self.pool:
+            self.pool.close()
+        if self.writer:
+            self.writer.close()
+
+
+def load_tokenizer(config: Config) -> Any:
+    """The tokenizer of the configuration; ValueError names its key."""
+    model = config.model
+    key = "model.tokenizer_name_or_path" if model.tokenizer_name_or_path else "model.actor_pretrained_model_name_or_path"
+    name = model.tokenizer_name_or_path or model.actor_pretrained_model_name_or_path
+    folder = model_folder(name, key=key)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{key}={name} has no tokenizer that transformers can load: {str(error).splitlines()[0]}") from None
+
+
+def _mean(values: list[Any]) -> float:
+    return sum(values) / len(values) if values else float("nan")
