@@ -75,16 +75,15 @@ def sync_twice(spec: ModelSpec, grid: Grid, tp: int, dtype: torch.dtype) -> list
 
 
 @pytest.mark.parametrize(
-    ("grid", "tp", "tied"),
+    ("grid", "tp", "tied", "dtype"),
     [
-        (Grid(tp=2, pp=2), 1, True),
-        (Grid(tp=2, pp=2), 2, False),
-        (Grid(tp=4), 2, False),
-        (Grid(tp=2, dp=2), 4, True),
-        (Grid(pp=2, vpp=2, dp=2), 2, False),
+        (Grid(tp=2, pp=2), 1, True, torch.float32),
+        (Grid(tp=2, pp=2), 2, False, torch.bfloat16),
+        (Grid(tp=4), 2, False, torch.float32),
+        (Grid(tp=2, dp=2), 4, True, torch.bfloat16),
+        (Grid(pp=2, vpp=2, dp=2), 2, False, torch.float32),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_sync_fills_the_live_tensors_with_the_fewest_bytes(grid: Grid, tp: int, tied: bool, dtype: torch.dtype) -> None:
     spec = tiny_spec(num_layers=4, tied=tied, qkv_bias=True, qk_norm=True)
     todo = worlds(spec, grid, tp)

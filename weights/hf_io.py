@@ -182,8 +182,7 @@ def export_hf(
 def exported_config(spec: ModelSpec, hf_config: Mapping[str, Any], *, dtype: torch.dtype, head: Head = "lm") -> dict[str, Any]:
     """config.json of an export: the original's keys, with data type and rotary settings in the forms of transformers 4 and 5."""
     name = str(dtype).removeprefix("torch.")
-    config = {**hf_config, "dtype": name, "torch_dtype": name, "vocab_size": spec.vocab_size, "tie_word_embeddings": spec.tied}
-    config |= both_forms(spec.rope)
+    config = {**hf_config, "dtype": name, "torch_dtype": name, **both_forms(spec.rope)}
     if head == "value":
         models = [str(model).split("For")[0] + "ForSequenceClassification" for model in hf_config.get("architectures") or ()]
         config |= {"architectures": models, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
