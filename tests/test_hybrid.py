@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import KINDS, tiny_folder, tiny_model, tiny_spec
+from warm_vllm import vllm as _warm  # noqa: F401
 
 from tridentrl.engine.hybrid import HybridEngine
 from tridentrl.engine.megatron import MegatronEngine

@@ -160,6 +160,7 @@ class RLTrainer:
         metrics |= {f"val/reward/{source}": _mean(values) for source, values in by_source.items()}
         if self.engines.reference:
             metrics["val/kl_mean"] = _mean([row["kl"] for row in rows])
+        metrics |= {name: value for name, value in self.context.step_log.metrics().items() if name.startswith("reshard/")}
         metrics["timing_s/evaluate"] = time.perf_counter() - start
         if self.writer:
             self.writer.write(step, metrics)

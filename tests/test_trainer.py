@@ -1,0 +1,90 @@
+"""Whole runs through real Megatron-Core, vLLM and reward workers. Not covered here: torchrun (test_main), CUDA, learning (make demo)."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from ranks import run_ranks
+from toy_task import toy_overrides
+from warm_vllm import vllm as _warm  # noqa: F401
+
+from tridentrl.configs.load import load_config
+from tridentrl.trainer.launcher import RUN_ID
+from tridentrl.trainer.rl_trainer import RLTrainer
+from tridentrl.trainer.world import world_from_torchrun
+
+HERE = Path(__file__).parent
+LAYOUTS = {
+    1: ["parallel.tensor=1", "rollout.tensor=1"],
+    2: ["parallel.tensor=2", "rollout.tensor=1"],
+    4: ["parallel.tensor=1", "parallel.pipeline=2", "rollout.tensor=2"],
+}
+"""One process; TP2 into two engines; PP2 x DP2 into two engines of two ranks."""
+ALGORITHMS = {
+    "grpo": ["algorithm.name=grpo", "algorithm.group_size=4", "algorithm.beta=0.1", "algorithm.mini_batch_size=8"],
+    "ppo": ["algorithm.name=ppo", "algorithm.samples_per_prompt=2", "trainer.kl_coef=0.05", "optimizer.critic_lr=1e-3"],
+}
+REWARD = [f"reward.custom_fn.path={HERE / 'closeness_reward.py'}"]
+SAME = ["kl/mean", "reward/mean", "rollout/length_mean", "rollout/entropy", "actor/loss", "actor/grad_norm", "actor/entropy"]
+
+
+KEPT: list[RLTrainer] = []
+"""A vLLM engine that is garbage-collected takes the process group with it, so trainers live as long as their rank."""
+
+
+def train(overrides_of_runs: list[list[str]], run_id: str) -> list[dict[str, float]]:
+    os.environ[RUN_ID] = run_id
+    world = world_from_torchrun(os.environ)  # before vLLM changes LOCAL_WORLD_SIZE
+    KEPT.extend(RLTrainer(load_config(overrides), world) for overrides in overrides_of_runs)
+    return [trainer.run() for trainer in KEPT]
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_one_two_and_four_processes_sample_and_learn_the_same(tmp_path: Path) -> None:
+    common = [*toy_overrides(tmp_path), *REWARD, "trainer.total_steps=3", "trainer.eval_interval=3", "trainer.save_interval=null"]
+    folders = {}
+    for world, layout in LAYOUTS.items():
+        runs = [[*common, *layout, *settings, f"exp_name={name}-{world}"] for name, settings in ALGORITHMS.items()]
+        run_ranks(world, train, runs, f"world{world}-{tmp_path.name}-{id(tmp_path)}", timeout_s=240)
+        for name in ALGORITHMS:
+            folders[name, world] = tmp_path / "outputs" / f"{name}-{world}"
+    for name in ALGORITHMS:
+        alone = records(folders[name, 1])
+        assert [record["step"] for record in alone] == [0, 1, 2, 3, 3]
+        metrics = [*SAME, *(["critic/loss", "critic/grad_norm", "critic/vf_loss"] if name == "ppo" else [])]
+        for world in (2, 4):
+            spread = records(folders[name, world])
+            for mine, theirs in zip(alone, spread, strict=True):
+                for metric in [metric for metric in metrics if metric in mine]:
+                    assert theirs[metric] == pytest.approx(mine[metric], rel=2e-4, abs=2e-6), (name, world, mine["step"], metric)
+            for step in (0, 3):
+                rows = [(folders[name, w] / "rollouts" / f"step_{step}.jsonl").read_text().splitlines() for w in (1, world)]
+                responses = [[json.loads(row)["response"] for row in part] for part in rows]
+                assert responses[0] == responses[1]
+            same_weights(folders[name, 1] / "hf" / "step_3", folders[name, world] / "hf" / "step_3")
+        steps = [record for record in alone if "actor/loss" in record]
+        assert [record["rollout/weight_version"] for record in steps] == [1, 2, 3]
+        for record in steps:
+            assert record["rollout/train_logprob_diff_max"] < 1e-4
+            stages = ["generate", "reward", "old_logprob", "ref", "update_actor", "advantage", "step"]
+            for stage in [*stages, *(["values", "update_critic"] if name == "ppo" else [])]:
+                assert record[f"timing_s/{stage}"] > 0, stage
+        # The first sync served the evaluation at step 0.
+        for record in [alone[0], *steps[1:]]:
+            assert record["reshard/bytes_ratio"] == 1.0
+        # The policy moved, so that equal metrics say something about updates too.
+        assert steps[2]["kl/mean"] != pytest.approx(steps[0]["kl/mean"], abs=1e-4)
+
+
+def same_weights(a: Path, b: Path) -> None:
+    models = [transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (a, b)]
+    for name, tensor in models[0].items():
+        assert (tensor - models[1][name]).abs().max() < 2e-4, name
