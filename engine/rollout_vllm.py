@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tridentrl.configs.model_spec import ModelSpec
 from tridentrl.engine.rollout import Completion, Request, Sampling
-from tridentrl.engine.vllm_compat import prepare_vllm
+from tridentrl.engine.vllm_compat import keep_until_exit, prepare_vllm
 from tridentrl.weights.layouts import vllm_layout
 from tridentrl.weights.pieces import Piece
 
@@ -64,6 +64,7 @@ class VllmRollout:
             gpu_memory_utilization=gpu_memory_utilization,
             disable_log_stats=True,
         )
+        keep_until_exit(self.llm)
         self._tensors: dict[str, Tensor] = self.llm.apply_model(_named_tensors)[0]
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[Completion]:

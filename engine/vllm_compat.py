@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import os
 
+_engines: list[object] = []
+
+
+def keep_until_exit(engine: object) -> None:
+    """vLLM's engine destroys torch's process groups when it is collected, those that it did not make too.
+
+    Can go when an external-launcher engine leaves the world's groups alone.
+    """
+    _engines.append(engine)
+
 
 def prepare_vllm(run_id: str, *, cpu: bool, kv_cache_gib: int) -> None:
     """Call once, before vLLM is imported and after torch.distributed is initialised. `run_id`: fresh for each run, equal on all ranks."""

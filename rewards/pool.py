@@ -8,7 +8,6 @@ import math
 import multiprocessing
 import multiprocessing.spawn
 import os
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from tridentrl.rewards.routing import RewardRouter
 
 logger = logging.getLogger(__name__)
 
+_TIMED_OUT = "no result"
 EQUAL_BATCHES = 3
 """Batches in a row with one and the same reward throughout after which a warning is logged."""
 
@@ -48,6 +48,19 @@ class Pending:
 
     samples: Sequence[RewardSample]
     futures: Sequence[Future[worker.Outcome]]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What became of the samples of one `submit`."""
+
+    rewards: list[float]
+    """In the order of the samples; NaN where the sample abstained or failed."""
+    abstained: int
+    failures: list[str]
+    """What went wrong, a text for each failed sample."""
+    timed_out: int
+    """How many of the failures ran out of time."""
 
 
 class RewardError(RuntimeError):
@@ -74,7 +87,6 @@ class RewardPool:
         self._on_error = on_error
         self._max_failure_share = max_failure_share
         self._equal_batches = 0
-        self._counts: Counter[str] = Counter()
         self._pool = ProcessPool(
             max_workers=workers,
             initializer=worker.start,
@@ -94,9 +106,11 @@ class RewardPool:
         self._pool.stop()
         self._pool.join()
 
-    def score(self, samples: Sequence[RewardSample]) -> list[float]:
-        """One reward per sample in the same order; NaN where the sample is excluded. Raises RewardError as the class says."""
-        return self.collect(self.submit(samples))
+    def score(self, samples: Sequence[RewardSample]) -> Scores:
+        """Score a batch that is here as a whole. Raises RewardError as the class says."""
+        scores = self.collect(self.submit(samples))
+        self.judge([scores])
+        return scores
 
     def submit(self, samples: Sequence[RewardSample]) -> Pending:
         """Start scoring and return at once."""
@@ -112,40 +126,38 @@ class RewardPool:
             ],
         )
 
-    def collect(self, pending: Pending) -> list[float]:
-        """Wait for what `submit` started; as `score`."""
-        self._counts = Counter(abstained=0, failed=0, timed_out=0)
+    def collect(self, pending: Pending) -> Scores:
+        """Wait for what `submit` started. Raises RewardError at the first failure with `on_error="stop"`."""
         rewards: list[float] = []
         failures: list[str] = []
+        abstained = timed_out = 0
         try:
             for sample, future in zip(pending.samples, pending.futures, strict=True):
                 outcome = self._outcome(future)
                 if outcome.error is not None:
-                    self._counts["failed"] += 1
+                    timed_out += outcome.error.startswith(_TIMED_OUT)
                     failures.append(self._describe(sample, outcome.error))
                     if self._on_error == "stop":
                         raise RewardError(failures[0] + "\nreward.on_error=exclude leaves such samples out instead of ending the run")
                 elif outcome.score is None:
-                    self._counts["abstained"] += 1
+                    abstained += 1
                 rewards.append(math.nan if outcome.score is None else outcome.score)
         except BaseException:
             for future in pending.futures:
                 future.cancel()
             raise
-        self._judge(failures, len(rewards))
-        self._watch_for_equal(rewards)
-        return rewards
+        return Scores(rewards, abstained, failures, timed_out)
 
-    def metrics(self) -> dict[str, float]:
-        """Counts of the batch collected last: samples that abstained, that failed, and those of the failed that ran out of time."""
-        return {f"reward/{name}": float(count) for name, count in self._counts.items()}
+    def judge(self, batch: Sequence[Scores]) -> None:
+        """Look at a whole batch, the parts of all ranks: raises RewardError when too much of it failed, warns when it cannot teach."""
+        self._judge_failures([text for scores in batch for text in scores.failures], sum(len(scores.rewards) for scores in batch))
+        self._watch_for_equal([reward for scores in batch for reward in scores.rewards])
 
     def _outcome(self, future: Future[worker.Outcome]) -> worker.Outcome:
         try:
             return future.result()
         except TimeoutError:
-            self._counts["timed_out"] += 1
-            return worker.Outcome(error=f"no result after reward.timeout_s={self._timeout_s:g} seconds; its process was killed")
+            return worker.Outcome(error=f"{_TIMED_OUT} after reward.timeout_s={self._timeout_s:g} seconds; its process was killed")
         except ProcessExpired as error:
             return worker.Outcome(error=f"the function ended its process (exit code {error.exitcode})")
         except (AttributeError, TypeError, PicklingError) as error:
@@ -155,7 +167,7 @@ class RewardPool:
         function = self._router.route(sample.data_source)
         return f"reward function {function} failed on {sample.id} (data_source {sample.data_source!r}):\n{error}"
 
-    def _judge(self, failures: list[str], total: int) -> None:
+    def _judge_failures(self, failures: list[str], total: int) -> None:
         """Log what failed, or raise when it was too much of the batch."""
         if not failures:
             return

@@ -21,7 +21,6 @@ from tridentrl.engine.hybrid import HybridEngine
 from tridentrl.engine.megatron import MegatronEngine
 from tridentrl.engine.packing import Sequences
 from tridentrl.engine.rollout import Completion, Request, Sampling, sample_seed
-from tridentrl.engine.rollout_hf import HfRollout
 from tridentrl.engine.rollout_vllm import VllmRollout
 from tridentrl.parallel.grid import Grid
 from tridentrl.parallel.groups import init_groups
@@ -160,10 +159,9 @@ def greedy_by_transformers(model: Any, prompt: list[int]) -> list[int]:
 def families_into_vllm(folders: dict[str, str], run_id: str) -> dict[str, Any]:
     grid = Grid(tp=2)
     init_groups(grid, seed=1)
-    result, engines = {}, []
+    result = {}
     for kind, folder in folders.items():
         rollout = vllm_engine(folder, 2, run_id)
-        engines.append(rollout)  # an engine that is garbage-collected takes the process group with it
         actor = MegatronEngine(tiny_spec(folder), grid, max_tokens=64)
         actor.load(folder)
         HybridEngine(actor, rollout, checksum_syncs=1, bucket_bytes=1 << 20).sync()

@@ -1,4 +1,4 @@
-"""The Megatron engine against transformers, and against itself on other layouts. Not covered here: CUDA, bf16 accuracy, context parallel."""
+"""The Megatron engine against transformers on every layout. Not covered here: CUDA, context parallel."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def test_two_sources_of_one_batch_go_to_their_own_functions(tmp_path: Path) -> N
         sample("3", 2, data_source="text"),
     ]
     with make_pool(router, timeout_s=60) as pool:
-        assert pool.score(samples) == [0.0, pytest.approx(1 / 7), 1.0]
+        assert pool.score(samples).rewards == [0.0, pytest.approx(1 / 7), 1.0]
 
 
 def test_every_value_without_a_function_is_listed_before_the_run() -> None:
@@ -325,7 +325,7 @@ def test_a_failing_sample_stops_the_run_and_is_named(stopping: RewardPool, respo
     assert "behaviours.py:compute_score failed on step 1 sample 3 (data_source 'task'):" in lines[0]
     assert lines[-2].startswith(last_line)
     assert lines[-1].startswith("reward.on_error=exclude")
-    assert stopping.score(batch("score 0.25", "score 2")) == [0.25, 2.0]  # the pool goes on
+    assert stopping.score(batch("score 0.25", "score 2")).rewards == [0.25, 2.0]  # the pool goes on
 
 
 def test_the_traceback_is_the_users_own(stopping: RewardPool) -> None:
@@ -337,9 +337,9 @@ def test_the_traceback_is_the_users_own(stopping: RewardPool) -> None:
 
 
 def test_failed_and_abstaining_samples_are_excluded_and_counted(excluding: RewardPool, caplog: pytest.LogCaptureFixture) -> None:
-    rewards = excluding.score(batch("score 1", "none", "score 0", "raise", "exit", "score 0.5", "nan", "score 2"))
-    assert [None if math.isnan(reward) else reward for reward in rewards] == [1.0, None, 0.0, None, None, 0.5, None, 2.0]
-    assert excluding.metrics() == {"reward/abstained": 1.0, "reward/failed": 3.0, "reward/timed_out": 0.0}
+    scores = excluding.score(batch("score 1", "none", "score 0", "raise", "exit", "score 0.5", "nan", "score 2"))
+    assert [None if math.isnan(reward) else reward for reward in scores.rewards] == [1.0, None, 0.0, None, None, 0.5, None, 2.0]
+    assert (scores.abstained, len(scores.failures), scores.timed_out) == (1, 3, 0)
     assert "3 of 8 samples are left out" in caplog.text and "step 1 sample 3" in caplog.text
 
 
@@ -351,21 +351,23 @@ def test_too_large_a_share_of_failures_stops_all_the_same(excluding: RewardPool)
 
 
 def test_abstaining_is_no_failure(stopping: RewardPool) -> None:
-    assert all(math.isnan(reward) for reward in stopping.score(batch("none", "none")))
-    assert stopping.metrics()["reward/failed"] == 0
+    scores = stopping.score(batch("none", "none"))
+    assert all(math.isnan(reward) for reward in scores.rewards)
+    assert scores.failures == []
 
 
 def test_hung_calls_are_killed_and_the_workers_replaced(router: RewardRouter, excluding: RewardPool) -> None:
     excluding.score(batch("score 1", "score 0"))  # the workers have started
     hung = ["loop", "sleep", "regex", "loop", "sleep", "regex", "stuck", "loop", "sleep", "stuck"]
     started = time.monotonic()
-    rewards = excluding.score(batch(*hung, *["score 1"] * 10))
+    scores = excluding.score(batch(*hung, *["score 1"] * 10))
+    rewards = scores.rewards
     seconds = time.monotonic() - started
     assert all(math.isnan(reward) for reward in rewards[:10]) and rewards[10:] == [1.0] * 10
     assert 0.5 * 10 / 2 <= seconds < 0.5 * 10 / 2 + 6
-    assert excluding.metrics() == {"reward/abstained": 0.0, "reward/failed": 10.0, "reward/timed_out": 10.0}
+    assert (scores.abstained, len(scores.failures), scores.timed_out) == (0, 10, 10)
     deadline = time.monotonic() + 10
-    while len(set(excluding.score(batch(*["pid"] * 32)))) < 2:  # two processes again
+    while len(set(excluding.score(batch(*["pid"] * 32)).rewards)) < 2:  # two processes again
         assert time.monotonic() < deadline
 
 
@@ -375,10 +377,10 @@ def test_a_hung_sample_is_named_when_it_stops_the_run(stopping: RewardPool) -> N
 
 
 def test_functions_run_in_the_main_thread_of_another_process(stopping: RewardPool) -> None:
-    assert stopping.score(batch("alarm", "swallow", "alarm")) == [1.0, 1.0, 1.0]
-    assert os.getpid() not in stopping.score(batch("pid", "pid"))
+    assert stopping.score(batch("alarm", "swallow", "alarm")).rewards == [1.0, 1.0, 1.0]
+    assert os.getpid() not in stopping.score(batch("pid", "pid")).rewards
     time.sleep(1.1)  # the alarms left behind by the function have been cancelled
-    assert stopping.score(batch("score 1")) == [1.0]
+    assert stopping.score(batch("score 1")).rewards == [1.0]
 
 
 def test_a_sample_that_cannot_be_sent_is_named(stopping: RewardPool) -> None:
@@ -409,7 +411,7 @@ from tridentrl.rewards.routing import RewardRouter
 router = RewardRouter(data_sources={"train": {None: 1}}, custom_path=sys.argv[1])
 pool = RewardPool(router, workers=1, timeout_s=60, on_error="stop", max_failure_share=0.1)
 sample = RewardSample(id="s", prompt="", response=sys.argv[2], ground_truth=None, data_source=None, extra_info=None)
-print(int(pool.score([sample])[0]), flush=True)
+print(int(pool.score([sample]).rewards[0]), flush=True)
 pool.submit([RewardSample(id="s", prompt="", response="loop", ground_truth=None, data_source=None, extra_info=None)])
 time.sleep(60)
 """
@@ -432,11 +434,19 @@ def test_a_worker_imports_no_torch(tmp_path: Path) -> None:
     source = "import sys\ndef compute_score(response): return 'torch' in sys.modules"
     router = RewardRouter(data_sources=ONE_SOURCE, custom_path=write(tmp_path / "mine.py", source))
     with make_pool(router) as pool:
-        assert pool.score(batch("")) == [0.0]
+        assert pool.score(batch("")).rewards == [0.0]
 
 
 def test_loading_time_does_not_count_as_a_samples_time(tmp_path: Path) -> None:
     source = "import time\ntime.sleep(0.8)\ndef compute_score(response): return 1"
     router = RewardRouter(data_sources=ONE_SOURCE, custom_path=write(tmp_path / "mine.py", source))
     with make_pool(router, timeout_s=0.5) as pool:
-        assert pool.score(batch("a", "b")) == [1.0, 1.0]
+        assert pool.score(batch("a", "b")).rewards == [1.0, 1.0]
+
+
+def test_the_share_of_failures_counts_over_the_parts_of_all_ranks(excluding: RewardPool) -> None:
+    failing = excluding.collect(excluding.submit(batch("raise", "raise")))  # alone more than reward.max_failure_share=0.5
+    healthy = excluding.collect(excluding.submit(batch("score 1", "score 0")))
+    excluding.judge([failing, healthy])
+    with pytest.raises(RewardError, match="2 of 3 reward calls failed"):
+        excluding.judge([failing, excluding.collect(excluding.submit(batch("score 1")))])

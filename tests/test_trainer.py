@@ -33,15 +33,10 @@ REWARD = [f"reward.custom_fn.path={HERE / 'closeness_reward.py'}"]
 SAME = ["kl/mean", "reward/mean", "rollout/length_mean", "rollout/entropy", "actor/loss", "actor/grad_norm", "actor/entropy"]
 
 
-KEPT: list[RLTrainer] = []
-"""A vLLM engine that is garbage-collected takes the process group with it, so trainers live as long as their rank."""
-
-
 def train(overrides_of_runs: list[list[str]], run_id: str) -> list[dict[str, float]]:
     os.environ[RUN_ID] = run_id
     world = world_from_torchrun(os.environ)  # before vLLM changes LOCAL_WORLD_SIZE
-    KEPT.extend(RLTrainer(load_config(overrides), world) for overrides in overrides_of_runs)
-    return [trainer.run() for trainer in KEPT]
+    return [RLTrainer(load_config(overrides), world).run() for overrides in overrides_of_runs]
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

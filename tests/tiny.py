@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @functools.cache
 def tiny_folder(kind: str, **changes: Any) -> str:
-    """A folder with the model of `kind`, the same weights in every test run; `changes` go into its config. Call it before ranks are forked."""
+    """A folder with the model of `kind`, the same in every test run; `changes` go into its config. Call it before ranks are forked."""
     name, extra = KINDS[kind]
     torch.manual_seed(sum(map(ord, kind)))
     config = getattr(transformers, f"{name}Config")(**{**BASE, **extra, **changes})

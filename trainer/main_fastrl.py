@@ -26,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags, rest = split_launch_flags(argv)
         if find_world(flags, os.environ) is None:
             check_input(rest, world=flags.world_size)
-        return launch(argv, train_on_this_rank)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         return _refuse(error)
+    return launch(argv, train_on_this_rank)
 
 
 def check_input(argv: Sequence[str], *, world: int) -> None:
@@ -63,7 +63,8 @@ def _quiet_libraries() -> None:
 def train_on_this_rank(argv: list[str], world: World) -> int:
     """The whole run on one rank."""
     _quiet_libraries()
-    logging.basicConfig(level=logging.INFO if world.rank == 0 else logging.WARNING, format="%(message)s")
+    # What all ranks would say alike, rank 0 says.
+    logging.basicConfig(level=logging.INFO if world.rank == 0 else logging.ERROR, format="%(message)s")
     from tridentrl.trainer.rl_trainer import RLTrainer
 
     try:
@@ -75,7 +76,7 @@ def train_on_this_rank(argv: list[str], world: World) -> int:
     return 0
 
 
-def _refuse(error: ValueError) -> int:
+def _refuse(error: Exception) -> int:
     print(f"error: {error}", file=sys.stderr, flush=True)
     return BAD_INPUT
 

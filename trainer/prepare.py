@@ -10,6 +10,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from tridentrl import require_vllm
 from tridentrl.algos import Algorithm
 from tridentrl.algos.registry import algorithm_class
 from tridentrl.configs.convert import ConfigError
@@ -70,6 +71,8 @@ def prepare(config: Config, *, world: int) -> Prepared:
                 problems.append(str(error))
     if problems:
         raise ConfigError(problems)
+    if algorithm.online and config.rollout.backend == "vllm":
+        require_vllm()
     device = config.trainer.device
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(["trainer.device=cuda, but torch sees no CUDA device; set trainer.device=auto or install a CUDA build of torch"])

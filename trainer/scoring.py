@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from tridentrl.algos.rollouts import Rollouts
 from tridentrl.data.prompts import PromptRow
 from tridentrl.parallel.grid import Grid
-from tridentrl.rewards.pool import RewardError, RewardPool, RewardSample
+from tridentrl.rewards.pool import RewardError, RewardPool, RewardSample, Scores
 
 
 class Scorer:
@@ -45,21 +45,17 @@ class Scorer:
                     extra_info=row.extra_info,
                 )
             )
-        scores, error = self._score_here(samples)
-        _raise_everywhere(error)
-        rewards_N = torch.zeros(len(rollouts), device=rollouts.tokens_T.device)
-        rewards_N[rollouts.rows_n[list(mine)]] = torch.tensor(scores, dtype=torch.float32, device=rewards_N.device)
-        counts = self.pool.metrics()
-        totals = torch.tensor(list(counts.values()), device=rewards_N.device)
-        dist.all_reduce(rewards_N)
-        dist.all_reduce(totals)
-        return rewards_N, dict(zip(counts, totals.tolist(), strict=True))
-
-    def _score_here(self, samples: list[RewardSample]) -> tuple[list[float], str | None]:
-        try:
-            return self.pool.score(samples), None
-        except RewardError as error:
-            return [], str(error)
+        scores = _share([numbers[k] for k in mine], lambda: self.pool.collect(self.pool.submit(samples)))
+        self.pool.judge([part for _, part in scores])
+        rewards_N = torch.zeros(len(rollouts))
+        for numbers_of_rank, part in scores:
+            rewards_N[numbers_of_rank] = torch.tensor(part.rewards, dtype=torch.float32)
+        metrics = {
+            "reward/abstained": float(sum(part.abstained for _, part in scores)),
+            "reward/failed": float(sum(len(part.failures) for _, part in scores)),
+            "reward/timed_out": float(sum(part.timed_out for _, part in scores)),
+        }
+        return rewards_N.to(rollouts.tokens_T.device), metrics
 
 
 def response_tokens(rollouts: Rollouts) -> list[Tensor]:
@@ -69,9 +65,16 @@ def response_tokens(rollouts: Rollouts) -> list[Tensor]:
     return [tokens[prompt:] for tokens, prompt in zip(rollouts.tokens_T.split(total_n), prompt_n, strict=True)]
 
 
-def _raise_everywhere(error: str | None) -> None:
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    for rank, text in enumerate(errors):
-        if text is not None:
-            raise RewardError(f"{text}\n(on rank {rank})" if len(errors) > 1 else text)
+def _share(numbers: list[int], score: Callable[[], Scores]) -> list[tuple[list[int], Scores]]:
+    """Sample numbers and scores of every rank. A RewardError on one rank is raised on all of them."""
+    mine: tuple[list[int], Scores] | str
+    try:
+        mine = numbers, score()
+    except RewardError as error:
+        mine = str(error)
+    everyone: list[tuple[list[int], Scores] | str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    errors = [f"{part}\n(on rank {rank})" for rank, part in enumerate(everyone) if isinstance(part, str)]
+    if errors:
+        raise RewardError(errors[0])
+    return [part for part in everyone if not isinstance(part, str)]
