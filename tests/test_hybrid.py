@@ -1,4 +1,4 @@
-"""From the training layout into live vLLM engines, in place: against vLLM's own loader, transformers' greedy text, and the trainer's log-probs.
+"""From training layouts into live vLLM engines: against vLLM's own loader, transformers' greedy text and the trainer's log-probs.
 
 Not covered here: CUDA, more than four processes.
 """

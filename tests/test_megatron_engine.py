@@ -248,6 +248,30 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_no_weight_anywhere() 
     assert run_ranks(2, score_then_update_with_nan, GRIDS["dp2"], tiny_folder("qwen2")) == [(1.0, True), (1.0, True)]
 
 
+def bf16_scores(grid: Grid, folder: str) -> Any:
+    init_groups(grid, seed=1)
+    everyone = packed(list(range(len(PROMPTS))))
+    full = MegatronEngine(tiny_spec(folder), grid, max_tokens=40)
+    full.load(folder)
+    half = MegatronEngine(tiny_spec(folder), grid, max_tokens=40, bf16=True, optimizer=OptimizerSettings(lr=1e-30, gradient_clip=0.0))
+    half.load(folder)
+    loaded = {name: tensor.clone() for name, tensor in half.tensors().items()}
+    gap = (full.logprobs(everyone, temperature=1.0)[0] - half.logprobs(everyone, temperature=1.0)[0]).abs().max().item()
+    metrics = half.update(everyone, lambda outputs, batch: (outputs[0].sum() / 10, {}))
+    kept = all(torch.equal(loaded[name], tensor) for name, tensor in half.tensors().items())
+    return gap, kept, metrics["grad_norm"], {tensor.dtype for tensor in half.tensors().values()}
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2 pp2", "dp2"])
+def test_bf16_is_near_fp32_and_its_master_weights_are_the_loaded_ones(layout: str) -> None:
+    """With a learning rate of nearly 0 an update writes the fp32 master weights back: stale ones would undo the load."""
+    for gap, kept, grad_norm, dtypes in run_ranks(GRIDS[layout].world, bf16_scores, GRIDS[layout], tiny_folder("qwen2")):
+        assert 1e-4 < gap < 0.1
+        assert kept
+        assert grad_norm > 0
+        assert dtypes == {torch.bfloat16}
+
+
 def learning_rates(settings: OptimizerSettings, updates: int) -> list[float]:
     init_groups(Grid(), seed=1)
     folder = tiny_folder("llama")

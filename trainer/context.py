@@ -27,6 +27,7 @@ from tridentrl.kernels.masks import neutralise
 from tridentrl.parallel.grid import Grid
 from tridentrl.trainer.exchange import exchange
 from tridentrl.trainer.scoring import Scorer
+from tridentrl.weights.execute import Receipt
 
 EVALUATION = -1
 """Stands for the step in the seeds of evaluation samples, so that every evaluation draws the same noise."""
@@ -48,6 +49,8 @@ class StepLog:
 
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    receipts: list[list[Receipt]] = field(default_factory=list)
+    """For each weight sync of the step, the receipts of all ranks."""
 
     def add(self, metrics: Mapping[str, float], prefix: str = "") -> None:
         for name, value in metrics.items():
@@ -146,17 +149,22 @@ class TrainContext:
         return rollouts
 
     def _sync_weights(self) -> None:
-        if self._stale:
-            with self.timer("reshard"):
-                receipt = self._hybrid.sync()
-            self._stale = False
-            self.log(
-                {
-                    "reshard/bytes_received_max": receipt.bytes_received,
-                    "reshard/bytes_ratio": receipt.ratio,
-                    "reshard/bucket_bytes_max": receipt.bucket_bytes,
-                }
-            )
+        if not self._stale:
+            return
+        with self.timer("reshard"):
+            mine = self._hybrid.sync()
+        self._stale = False
+        receipts: list[Receipt] = [mine] * self.grid.world
+        dist.all_gather_object(receipts, mine)
+        self.step_log.receipts.append(receipts)
+        received, bound = sum(r.bytes_received for r in receipts), sum(r.lower_bound for r in receipts)
+        self.log(
+            {
+                "reshard/bytes_received": float(received),
+                "reshard/bytes_ratio": received / bound if bound else 1.0 + received,
+                "reshard/bucket_bytes_max": float(max(r.bucket_bytes for r in receipts)),
+            }
+        )
 
     @property
     def _hybrid(self) -> HybridEngine:

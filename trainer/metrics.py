@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tridentrl.weights.execute import Receipt
+
 
 class MetricsWriter:
     """Writes each step's metrics to every logger in `loggers` (`jsonl`, `tensorboard`, `wandb`) below the folder `run`."""
@@ -15,6 +17,7 @@ class MetricsWriter:
     def __init__(self, run: Path, loggers: Sequence[str], *, config: Mapping[str, Any]) -> None:
         run.mkdir(parents=True, exist_ok=True)
         self._jsonl = (run / "metrics.jsonl").open("a", encoding="utf-8") if "jsonl" in loggers else None
+        self._receipts = run / "reshard.jsonl"
         self._tensorboard: Any = None
         self._wandb: Any = None
         if "tensorboard" in loggers:
@@ -39,6 +42,23 @@ class MetricsWriter:
                 self._tensorboard.add_scalar(name, value, step)
         if self._wandb:
             self._wandb.log(dict(metrics), step=step)
+
+    def write_receipts(self, step: int, syncs: Sequence[Sequence[Receipt]]) -> None:
+        """One line of `reshard.jsonl` for each weight sync: what every rank received, the least it had to, memory and seconds."""
+        with self._receipts.open("a", encoding="utf-8") as file:
+            for receipts in syncs:
+                ranks = [
+                    {
+                        "rank": rank,
+                        "bytes_received": receipt.bytes_received,
+                        "lower_bound": receipt.lower_bound,
+                        "ratio": receipt.ratio,
+                        "bucket_bytes": receipt.bucket_bytes,
+                        "seconds": round(receipt.seconds, 6),
+                    }
+                    for rank, receipt in enumerate(receipts)
+                ]
+                file.write(json.dumps({"step": step, "weight_version": receipts[0].version, "ranks": ranks}) + "\n")
 
     def close(self) -> None:
         if self._jsonl:

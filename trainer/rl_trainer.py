@@ -138,6 +138,7 @@ class RLTrainer:
                 "perf/response_tokens_per_s": metrics["rollout/response_tokens"] / seconds,
             }
             self.writer.write(step, metrics)
+            self.writer.write_receipts(step, self.context.step_log.receipts)
             tqdm.write(step_line(step, metrics))
         return metrics
 
@@ -164,6 +165,7 @@ class RLTrainer:
         metrics["timing_s/evaluate"] = time.perf_counter() - start
         if self.writer:
             self.writer.write(step, metrics)
+            self.writer.write_receipts(step, self.context.step_log.receipts)
             write_rows(self.run_folder / "rollouts" / f"step_{step}.jsonl", rows[: self.config.trainer.log_rollouts])
             tqdm.write(f"[Step {step}] held-out reward {metrics['val/reward/mean']:.3f} over {len(rows)} rows")
         return metrics
