@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers
 from ranks import run_ranks
-from toy_task import toy_overrides
+from toy_task import toy_overrides, write_arrow
 from warm_vllm import vllm as _warm  # noqa: F401
 
 from tridentrl.configs.load import load_config
@@ -27,7 +27,7 @@ LAYOUTS = {
 """One process; TP2 into two engines; PP2 x DP2 into two engines of two ranks."""
 ALGORITHMS = {
     "grpo": ["algorithm.name=grpo", "algorithm.group_size=4", "algorithm.beta=0.1", "algorithm.mini_batch_size=8"],
-    "ppo": ["algorithm.name=ppo", "algorithm.samples_per_prompt=2", "trainer.kl_coef=0.05", "optimizer.critic_lr=1e-3"],
+    "ppo": ["algorithm.name=ppo", "algorithm.samples_per_prompt=2", "trainer.kl_coef=0.05", "optimizer.critic_lr=3e-4"],
 }
 REWARD = [f"reward.custom_fn.path={HERE / 'closeness_reward.py'}"]
 SAME = ["kl/mean", "reward/mean", "rollout/length_mean", "rollout/entropy", "actor/loss", "actor/grad_norm", "actor/entropy"]
@@ -83,3 +83,39 @@ def same_weights(a: Path, b: Path) -> None:
     models = [transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (a, b)]
     for name, tensor in models[0].items():
         assert (tensor - models[1][name]).abs().max() < 2e-4, name
+
+
+def evaluate(overrides: list[str]) -> dict[str, float]:
+    trainer = RLTrainer(load_config(overrides))
+    metrics = trainer.evaluate(0)
+    trainer.close()
+    return metrics
+
+
+def test_evaluation_scores_every_row_once_whatever_the_batches(tmp_path: Path) -> None:
+    reward = tmp_path / "last_row.py"
+    reward.write_text("def compute_score(ground_truth):\n    return float(ground_truth == '4')\n")
+    rows = [{"prompt": f"{i}+0=", "answer": str(i), "data_source": "sums"} for i in range(5)]
+    overrides = [
+        *toy_overrides(tmp_path),
+        f"data.val_files={write_arrow(tmp_path / 'five.arrow', rows)}",
+        f"reward.custom_fn.path={reward}",
+        "data.val_batch_size=2",
+        "rollout.backend=hf",
+        "parallel.tensor=1",
+    ]
+    for metrics in run_ranks(2, evaluate, overrides):
+        assert metrics["val/reward/mean"] == pytest.approx(0.2)
+    written = [json.loads(line) for line in (tmp_path / "outputs" / "default" / "rollouts" / "step_0.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in written] == [f"{i}+0=" for i in range(5)]
+    assert [row["reward"] for row in written] == [0, 0, 0, 0, 1]
+
+
+def test_an_earlier_run_of_the_same_name_is_kept(tmp_path: Path) -> None:
+    overrides = [*toy_overrides(tmp_path), "reward.default=exact_match", "rollout.backend=hf", "data.val_max_rows=2"]
+    for _ in range(2):
+        run_ranks(1, evaluate, overrides)
+    folders = sorted(path.name for path in (tmp_path / "outputs").iterdir())
+    assert len(folders) == 2 and folders[0] == "default" and folders[1].startswith("default.before-")
+    for folder in folders:
+        assert len(records(tmp_path / "outputs" / folder)) == 1

@@ -78,6 +78,7 @@ def toy_overrides(folder: Path, *, rows: int = 64, val_rows: int = 10) -> list[s
         "trainer.micro_batch_tokens=64",
         "trainer.loggers=[jsonl]",
         "reward.workers=1",
-        "optimizer.lr=1e-3",
+        "optimizer.lr=3e-4",
+        "optimizer.eps=1e-5",  # no update of full size from a gradient that is all rounding
         "trainer.gradient_clip_val=1.0",
     ]

@@ -23,8 +23,10 @@ class Scorer:
 
     def responses(self, rollouts: Rollouts) -> list[str]:
         """Text of the n responses held here, without special tokens. Bytes that are no character become U+FFFD."""
-        ids = [tokens.tolist() for tokens in response_tokens(rollouts)]
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        decode = self.tokenizer.decode  # batch_decode makes one text of no texts
+        return [
+            decode(tokens.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False) for tokens in response_tokens(rollouts)
+        ]
 
     def score(self, rollouts: Rollouts, rows_N: Sequence[PromptRow], grid: Grid, step: int) -> tuple[Tensor, dict[str, float]]:
         """Rewards [N] (NaN: excluded) and counts for the metrics. A failure on one rank raises the same RewardError on all."""
