@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,18 @@ def test_an_earlier_run_of_the_same_name_is_kept(tmp_path: Path) -> None:
     assert len(folders) == 2 and folders[0] == "default" and folders[1].startswith("default.before-")
     for folder in folders:
         assert len(records(tmp_path / "outputs" / folder)) == 1
+
+
+def warnings_of_a_run(overrides: list[str]) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tridentrl").addHandler(handler)
+    RLTrainer(load_config(overrides)).run()
+    return messages
+
+
+def test_a_run_whose_answers_are_mostly_cut_says_so_once(tmp_path: Path) -> None:
+    overrides = [*toy_overrides(tmp_path), *REWARD, "rollout.backend=hf", "rollout.ignore_eos=true", "trainer.total_steps=3"]
+    (messages,) = run_ranks(1, warnings_of_a_run, [*overrides, "data.val_max_rows=1", "algorithm.group_size=2"])
+    assert sum("100 % of the responses were cut at rollout.max_response_length=6" in message for message in messages) == 1

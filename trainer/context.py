@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,10 @@ from tridentrl.trainer.exchange import exchange
 from tridentrl.trainer.scoring import Scorer
 from tridentrl.weights.execute import Receipt
 
+log = logging.getLogger(__name__)
+
+MOSTLY_CUT = 0.5
+"""Share of responses cut for length above which a warning is logged, once a run."""
 EVALUATION = -1
 """Stands for the step in the seeds of evaluation samples, so that every evaluation draws the same noise."""
 
@@ -74,7 +79,9 @@ class TrainContext:
         self.step_log = StepLog()
         self.updates = 0
         """Optimizer steps so far, of all models."""
-        self._rows: list[PromptRow] = []
+        self._prompts: Sequence[PromptRow] = []
+        """Rows of the step; a rollout's group id is its row's position here."""
+        self._warned_of_cuts = False
         self._stale = True
         """Whether the actor has changed since the rollout engine got its weights."""
 
@@ -86,12 +93,21 @@ class TrainContext:
     def generate(self, prompts: Sequence[PromptRow], *, n: int, greedy: bool = False) -> Rollouts:
         sampling = Sampling(**{**vars(self.sampling), "temperature": 0.0}) if greedy else self.sampling
         rollouts = self.sample(prompts, n=n, sampling=sampling, step=self.step)
-        lengths = rollouts.response_lengths_N.float()
+        lengths, cut = rollouts.response_lengths_N.float(), rollouts.truncated_N.float().mean().item()
+        if cut > MOSTLY_CUT and not self._warned_of_cuts:
+            self._warned_of_cuts = True
+            log.warning(
+                "step %d: %.0f %% of the responses were cut at rollout.max_response_length=%d before they ended; their rewards may say"
+                " little. Raise it, or leave cut responses out with algorithm.mask_truncated=true",
+                self.step,
+                100 * cut,
+                self.sampling.max_response_length,
+            )
         self.log(
             {
                 "rollout/length_mean": lengths.mean().item(),
                 "rollout/length_max": lengths.max().item(),
-                "rollout/truncated_share": rollouts.truncated_N.float().mean().item(),
+                "rollout/truncated_share": cut,
                 "rollout/prompt_length_mean": rollouts.prompt_lengths_N.float().mean().item(),
                 "rollout/response_tokens": lengths.sum().item(),
                 "rollout/tokens": (lengths + rollouts.prompt_lengths_N).sum().item(),
@@ -102,6 +118,7 @@ class TrainContext:
 
     def sample(self, prompts: Sequence[PromptRow], *, n: int, sampling: Sampling, step: int) -> Rollouts:
         """`n` responses to each row, sample number i = row number * n + repetition deciding its seed."""
+        self._prompts = prompts
         self._sync_weights()
         rollout = self._hybrid.rollout
         replicas = self.grid.world // rollout.tensor
@@ -110,21 +127,19 @@ class TrainContext:
         requests = [Request(prompt_ids=prompts[i // n].prompt_ids, seed=sample_seed(self.seed, step, i)) for i in mine]
         with self.timer("generate"):
             completions = rollout.generate(requests, sampling) if requests else []
-            return self._remember(
-                exchange(
-                    dict(zip(mine, completions, strict=True)),
-                    prompts_N=[row.prompt_ids for row in prompts for _ in range(n)],
-                    group_ids_N=[number for number in range(len(prompts)) for _ in range(n)],
-                    data_sources_N=[row.data_source for row in prompts for _ in range(n)],
-                    replica_N=replica_N,
-                    rollout_tensor=rollout.tensor,
-                    grid=self.grid,
-                    device=self.device,
-                ),
-                prompts,
+            return exchange(
+                dict(zip(mine, completions, strict=True)),
+                prompts_N=[row.prompt_ids for row in prompts for _ in range(n)],
+                group_ids_N=[number for number in range(len(prompts)) for _ in range(n)],
+                data_sources_N=[row.data_source for row in prompts for _ in range(n)],
+                replica_N=replica_N,
+                rollout_tensor=rollout.tensor,
+                grid=self.grid,
+                device=self.device,
             )
 
     def demonstrations(self, prompts: Sequence[PromptRow]) -> Rollouts:
+        self._prompts = prompts
         responses = [row.response_ids or [] for row in prompts]
         totals = [len(row.prompt_ids) + len(response) for row, response in zip(prompts, responses, strict=True)]
         owner_N = balanced_assignment(totals, self.grid.dp)
@@ -142,10 +157,6 @@ class TrainContext:
             response_mask_R=torch.ones(response_tokens),
         ).to(self.device)
         self.log({"rollout/tokens": float(sum(totals)), "rollout/response_tokens": float(sum(map(len, responses)))})
-        return self._remember(rollouts, prompts)
-
-    def _remember(self, rollouts: Rollouts, prompts: Sequence[PromptRow]) -> Rollouts:
-        self._rows = [prompts[group] for group in rollouts.group_ids_N.tolist()]
         return rollouts
 
     def _sync_weights(self) -> None:
@@ -176,7 +187,9 @@ class TrainContext:
     def reward(self, rollouts: Rollouts) -> Tensor:
         assert self.scorer, "this algorithm has no rewards"
         with self.timer("reward"):
-            rewards_N, metrics = self.scorer.score(rollouts, self._rows, self.grid, self.step)
+            rewards_N, metrics = self.scorer.score(
+                rollouts, [self._prompts[group] for group in rollouts.group_ids_N.tolist()], self.grid, self.step
+            )
         valid_N = rewards_N[~rewards_N.isnan()]
         metrics["reward/excluded"] = float(len(rewards_N) - len(valid_N))
         if len(valid_N):
