@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tridentrl.configs.model_spec import ModelSpec
 from tridentrl.engine.rollout import Completion, Request, Sampling
-from tridentrl.engine.vllm_compat import keep_until_exit, prepare_vllm
+from tridentrl.engine.vllm_compat import forget_shared_memory_names, keep_until_exit, prepare_vllm
 from tridentrl.weights.layouts import vllm_layout
 from tridentrl.weights.pieces import Piece
 
@@ -65,6 +65,8 @@ class VllmRollout:
             disable_log_stats=True,
         )
         keep_until_exit(self.llm)
+        if cpu:
+            forget_shared_memory_names(run_id)
         self._tensors: dict[str, Tensor] = self.llm.apply_model(_named_tensors)[0]
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[Completion]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import torch.distributed as dist
 
 _engines: list[object] = []
 
@@ -62,7 +65,19 @@ def _name_shared_memory_after_the_run(run_id: str) -> None:
         return
 
     def make_group_name(owner: object) -> str:
-        return f"tridentrl-{run_id}-{plain_name(owner)}".replace("/", "")
+        return f"{_segment_prefix(run_id)}{plain_name(owner)}".replace("/", "")
 
     make_group_name.named_by_run = run_id  # type: ignore[attr-defined]
     communicator.make_group_name = staticmethod(make_group_name)
+
+
+def _segment_prefix(run_id: str) -> str:
+    return f"tridentrl-{run_id}-"
+
+
+def forget_shared_memory_names(run_id: str) -> None:
+    """Call when the engine of every rank is up: all have mapped their segments by now, and memory without a name cannot be left behind
+    by a run that is killed. Collective over the world."""
+    dist.barrier()
+    for segment in Path("/dev/shm").glob(f"{_segment_prefix(run_id)}*"):
+        segment.unlink(missing_ok=True)

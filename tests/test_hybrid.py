@@ -86,6 +86,7 @@ def same_but_for_padding(a: torch.Tensor, b: torch.Tensor, rows: int) -> bool:
 def reshard_from(grids: list[Grid], rollout_tensor: int, folder: str, run_id: str, exported: str) -> dict[str, Any]:
     """Every training layout of this world into the same engines; what to compare, by layout."""
     rollout = vllm_engine(folder, rollout_tensor, run_id)
+    assert not list(Path("/dev/shm").glob(f"*{run_id}*"))  # nothing that a killed run could leave behind
     report: dict[str, Any] = {}
     for grid in grids:
         init_groups(grid, seed=1)
