@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+Activation = Literal["silu", "gelu_tanh"]
+"""Of the gate of the feed-forward layers; `gelu_tanh` is the tanh approximation of GELU (arXiv 1606.08415, section 2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,11 @@ class ModelSpec:
     qk_norm: bool
     """RMSNorm of size head_dim on queries and keys (Qwen3)."""
     norm_eps: float
+    norm_offset: bool = False
+    """Norm gains are stored as their offset from 1 (Gemma)."""
+    activation: Activation = "silu"
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by sqrt(hidden_size), rounded to their data type, before the first layer (Gemma)."""
     rope: Mapping[str, Any] = field(default_factory=dict)
     """`rope_parameters` in transformers 5 form: `rope_type`, `rope_theta` and the scaling fields."""
     dtype: str = "float32"

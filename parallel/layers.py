@@ -15,18 +15,26 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm over the last dim, computed in fp32 as transformers does (arXiv 1910.07467, eq. 4)."""
+    """Root-mean-square norm over the last dim, computed in fp32 as transformers does (arXiv 1910.07467, eq. 4).
+
+    With the config's `layernorm_zero_centered_gamma` the weight is the gain's offset from 1, and the product too is in fp32.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.offset = config.layernorm_zero_centered_gamma
+        initial = torch.zeros if self.offset else torch.ones
+        self.weight = torch.nn.Parameter(initial(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
         # Megatron sums such gradients over the tensor-parallel ranks, each of which sees a part of the tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
         x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.offset:
+            # 1 + weight in bf16 would lose the offset's low bits.
+            return (x32 * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * x32.to(x.dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from tridentrl.configs.model_spec import ModelSpec
+from tridentrl.configs.model_spec import Activation, ModelSpec
 from tridentrl.parallel.cpu import megatron_facade
 from tridentrl.parallel.grid import Grid, padded_vocab
 from tridentrl.parallel.layers import PackedAttention, RMSNorm
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 Head = Literal["lm", "value"]
 Recompute = Literal["none", "selective", "full"]
+ACTIVATIONS: dict[Activation, Any] = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
 
 
 class ValueHead(torch.nn.Module):
@@ -86,9 +88,10 @@ def transformer_config(
         ffn_hidden_size=spec.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
+        layernorm_zero_centered_gamma=spec.norm_offset,
         qk_layernorm=spec.qk_norm,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=ACTIVATIONS[spec.activation],
         add_bias_linear=False,
         add_qkv_bias=spec.qkv_bias,
         attention_dropout=0.0,
@@ -140,10 +143,17 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, grid: Grid, *, head
             )
             if spec.rope.get("rope_type", "default") != "default":
                 model.rotary_pos_emb.inv_freq = _scaled_frequencies(spec).to(model.rotary_pos_emb.inv_freq.device)
+            if spec.scaled_embedding and model.pre_process:
+                model.embedding.register_forward_hook(functools.partial(_scale_embedding, scale=math.sqrt(spec.hidden_size)))
             if torch.cuda.is_available():
                 model = model.cuda()
             chunks.append(Float16Module(config, model) if config.bf16 else model)
         return chunks
+
+
+def _scale_embedding(module: torch.nn.Module, inputs: Any, output: Tensor, *, scale: float) -> Tensor:
+    """Embeddings times `scale`, which is rounded to their data type first, as transformers and vLLM do."""
+    return output * torch.tensor(scale, dtype=output.dtype).item()
 
 
 def _block_spec(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None) -> Any:

@@ -10,6 +10,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from weight_worlds import LLAMA3_ROPE
 
+from tridentrl.parallel.model import ACTIVATIONS
 from tridentrl.weights.families import BY_MODEL_TYPE, spec_from_hf
 from tridentrl.weights.families.rope import both_forms
 
@@ -32,18 +33,26 @@ def llama(**changes: Any) -> dict[str, Any]:
     return LLAMA | changes
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("name", ["Gemma", "Llama", "Mistral", "Phi3", "Qwen2", "Qwen3"])
 def test_the_spec_agrees_with_transformers(name: str) -> None:
-    config = getattr(transformers, name + "Config")(
-        **{k: v for k, v in LLAMA.items() if k != "model_type"}, tie_word_embeddings=True, dtype="bfloat16"
-    )
+    other = {"Gemma": {"hidden_act": "gelu_pytorch_tanh"}, "Phi3": {"pad_token_id": 0}}.get(name, {})
+    sizes = {k: v for k, v in LLAMA.items() if k != "model_type"}
+    config = getattr(transformers, name + "Config")(**sizes | other, tie_word_embeddings=True, dtype="bfloat16")
     spec = spec_from_hf(config.to_dict())
-    layer = getattr(transformers, name + "ForCausalLM")(config).model.layers[0].self_attn
+    model = getattr(transformers, name + "ForCausalLM")(config).model
+    layer = model.layers[0].self_attn
     assert (spec.hf_type, spec.num_layers, spec.tied, spec.dtype) == (config.model_type, 2, True, "bfloat16")
     assert spec.head_dim == layer.head_dim
-    assert spec.qkv_bias == (layer.q_proj.bias is not None)
+    assert spec.qkv_bias == (getattr(layer, "q_proj", getattr(layer, "qkv_proj", None)).bias is not None)
     assert spec.qk_norm == hasattr(layer, "q_norm")
     assert spec.norm_eps == config.rms_norm_eps == 1e-5
+    # A fresh gain is 1: stored as such, or as an offset of 0.
+    assert spec.norm_offset == (model.norm.weight.sum() == 0)
+    x = torch.linspace(-3, 3, 20)
+    activation = getattr(model.layers[0].mlp, "act_fn", getattr(model.layers[0].mlp, "activation_fn", None))
+    assert torch.equal(activation(x), ACTIVATIONS[spec.activation](x))
+    one = torch.tensor([[1]])
+    assert torch.equal(model.embed_tokens(one), model.embed_tokens.weight[one] * (32**0.5 if spec.scaled_embedding else 1))
 
 
 def test_both_rope_forms_mean_the_same() -> None:
@@ -111,6 +120,10 @@ def test_an_unknown_model_type_lists_the_known_ones_and_the_way_to_add_one() -> 
         (llama(model_type="qwen2", use_sliding_window=True), ["use_sliding_window=true"]),
         (llama(model_type="qwen3", layer_types=["full_attention", "sliding_attention"]), ["sliding_attention"]),
         (llama(model_type="qwen3", attention_bias=True), ["attention_bias=true"]),
+        (llama(model_type="gemma", hidden_activation="gelu"), ["hidden_activation='gelu'"]),
+        (llama(model_type="gemma", hidden_act="gelu", use_bidirectional_attention=True), ["use_bidirectional_attention=true"]),
+        (llama(model_type="phi3", rope_scaling={"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}), ["longrope"]),
+        (llama(model_type="phi3", partial_rotary_factor=0.75), ["partial_rotary_factor=0.75"]),
         (llama(dtype="int8"), ["int8", "bfloat16"]),
         (llama(dtype="float32", torch_dtype="bfloat16"), ["float32", "bfloat16", "disagree"]),
     ],
@@ -127,8 +140,16 @@ def test_all_refusals_come_at_once() -> None:
 
 
 @pytest.mark.parametrize(("window", "positions"), [(None, 64), (16, 16), (4096, 64)])
-def test_mistral_is_used_within_its_window(window: int | None, positions: int) -> None:
-    assert spec_from_hf(llama(model_type="mistral", sliding_window=window)).max_positions == positions
+@pytest.mark.parametrize("model_type", ["mistral", "phi3"])
+def test_a_model_with_one_window_is_used_within_it(model_type: str, window: int | None, positions: int) -> None:
+    assert spec_from_hf(llama(model_type=model_type, sliding_window=window)).max_positions == positions
+
+
+def test_the_first_gemma_configs_mean_tanh_gelu_and_a_tied_head() -> None:
+    config = {key: value for key, value in LLAMA.items() if key != "hidden_act"} | {"model_type": "gemma"}
+    for form in ({}, {"hidden_act": "gelu"}, {"hidden_act": "gelu", "hidden_activation": None}, {"hidden_activation": "gelu_pytorch_tanh"}):
+        spec = spec_from_hf(config | form)
+        assert (spec.activation, spec.tied, spec.head_dim, spec.norm_offset, spec.scaled_embedding) == ("gelu_tanh", True, 256, True, True)
 
 
 def test_old_configs_that_leave_keys_out() -> None:

@@ -35,6 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_tied": ("Llama", {"tie_word_embeddings": True}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
     "qwen2": ("Qwen2", {}),
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
@@ -324,3 +326,17 @@ def test_an_existing_folder_is_replaced_only_when_asked(tmp_path: Path) -> None:
     assert_same_model(tmp_path / "out", model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
     assert not (tmp_path / "out" / "stale").exists()
+
+
+def test_gains_stored_as_offsets_keep_every_bit_in_bf16(tmp_path: Path) -> None:
+    """These offsets are not representable as bf16(1 + offset) - 1."""
+    gains = torch.tensor([0.003006, -0.020020, 0.100098, 0.5], dtype=torch.bfloat16).repeat(8)
+    assert (((1 + gains) - 1)[:3] != gains[:3]).all()
+    model: Any = make_model("gemma", torch.bfloat16)
+    with torch.no_grad():
+        model.model.norm.weight.copy_(gains)
+    spec = spec_from_hf(config := read_config(save(model, tmp_path / "in")))
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = megatron_tensors(tmp_path / "in", spec, Grid(), 0, dtype)
+        export_hf(spec, config, {0: megatron_layout(spec, Grid(), 0)}, tensors, tmp_path / str(dtype))
+        assert torch.equal(load_file(tmp_path / str(dtype) / "model.safetensors")["model.norm.weight"], gains)

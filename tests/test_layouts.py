@@ -13,9 +13,7 @@ from weight_worlds import element_ids, scatter, tiny_spec
 
 from tridentrl.configs.model_spec import ModelSpec
 from tridentrl.parallel.grid import Coord, Grid
-from tridentrl.weights.cuts import GateUp, QkvSlot
 from tridentrl.weights.families import FAMILIES
-from tridentrl.weights.families.decoder import Weight, decoder_weights
 from tridentrl.weights.layouts import hf_layout, hf_shapes, megatron_layout, megatron_shapes, vllm_layout, vllm_shapes
 from tridentrl.weights.pieces import slices
 
@@ -55,6 +53,11 @@ def expected_megatron(spec: ModelSpec, ids: dict[str, np.ndarray], tp: int, tp_r
     """One layer's parameters by reshaping whole tensors, without boxes."""
     d, groups = spec.head_dim, spec.num_kv_heads
     hf = {name.removeprefix(f"model.layers.{layer}."): ids[name] for name in ids if name.startswith(f"model.layers.{layer}.")}
+
+    if "self_attn.qkv_proj.weight" in hf:
+        q, kv = spec.num_heads * d, groups * d
+        hf |= zip((f"self_attn.{slot}_proj.weight" for slot in "qkv"), np.split(hf["self_attn.qkv_proj.weight"], [q, q + kv]), strict=True)
+        hf |= zip((f"mlp.{half}_proj.weight" for half in ("gate", "up")), np.split(hf["mlp.gate_up_proj.weight"], 2), strict=True)
 
     def fused(kind: str) -> np.ndarray:
         q, k, v = (hf[f"self_attn.{slot}_proj.{kind}"] for slot in "qkv")
@@ -193,38 +196,26 @@ def test_three_ranks_share_nine_heads_and_a_padded_vocabulary() -> None:
     assert np.array_equal(np.concatenate(rows), ids["model.embed_tokens.weight"])
 
 
-def test_a_fused_hugging_face_tensor_is_several_declarations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused qkv_proj and gate_up_proj (as in Phi-3) need row offsets in the list of tensors and nothing else."""
-    q, kv, ffn = 32, 8, 16
-
-    def fused(weight: Weight) -> Weight:
-        values = {field: getattr(weight, field) for field in weight.__dataclass_fields__}
-        if isinstance(weight.cut, QkvSlot):
-            row = {"q": 0, "k": q, "v": q + kv}[weight.cut.slot]
-            values |= {"hf": "model.layers.{}.self_attn.qkv_proj.weight", "hf_row": row}
-        elif isinstance(weight.cut, GateUp):
-            values |= {"hf": "model.layers.{}.mlp.gate_up_proj.weight", "hf_row": weight.cut.slot * ffn}
-        return Weight(**values)
-
-    spec = tiny_spec()
-    plain = element_ids(hf_shapes(spec))
-    monkeypatch.setattr("tridentrl.weights.layouts.weights_of", lambda spec, head: [fused(w) for w in decoder_weights(spec, head)])
-    shapes = hf_shapes(spec)
-    assert shapes["model.layers.1.self_attn.qkv_proj.weight"] == (48, 32)
-    assert shapes["model.layers.1.mlp.gate_up_proj.weight"] == (32, 32)
-    hf = {name: plain[name] for name in shapes if name in plain}
-    for layer in (0, 1):
-        prefix = f"model.layers.{layer}."
-        hf[prefix + "self_attn.qkv_proj.weight"] = np.concatenate([plain[f"{prefix}self_attn.{s}_proj.weight"] for s in "qkv"])
-        hf[prefix + "mlp.gate_up_proj.weight"] = np.concatenate([plain[f"{prefix}mlp.{s}_proj.weight"] for s in ("gate", "up")])
-    assert {p.hf_name for p in hf_layout(spec)} == hf.keys()
-    for rank in (0, 1):
-        local = scatter(megatron_layout(spec, Grid(tp=2), rank), megatron_shapes(spec, Grid(tp=2), rank), hf)
-        monkeypatch.undo()
-        unfused = scatter(megatron_layout(spec, Grid(tp=2), rank), megatron_shapes(spec, Grid(tp=2), rank), plain)
-        monkeypatch.setattr("tridentrl.weights.layouts.weights_of", lambda spec, head: [fused(w) for w in decoder_weights(spec, head)])
-        assert local.keys() == unfused.keys()
-        assert all(np.array_equal(local[name], unfused[name]) for name in unfused)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_fused_gate_and_up_are_halved_each_and_fused_again(tp: int) -> None:
+    spec = tiny_spec(family="phi3")
+    hf = {name: np.zeros(shape) for name, shape in hf_shapes(spec).items()}
+    assert hf["model.layers.1.self_attn.qkv_proj.weight"].shape == (8 * 4 + 2 * 2 * 4, 32)
+    gate_up = hf["model.layers.1.mlp.gate_up_proj.weight"]
+    gate_up[:16], gate_up[16:] = 1.0, 2.0
+    assert {piece.hf_name for piece in hf_layout(spec)} == hf.keys()
+    engines = {
+        "0.decoder.layers.1.mlp.linear_fc1.weight": (
+            lambda r: megatron_layout(spec, Grid(tp=tp), r),
+            lambda r: megatron_shapes(spec, Grid(tp=tp), r),
+        ),
+        "model.layers.1.mlp.gate_up_proj.weight": (lambda r: vllm_layout(spec, tp, r), lambda r: vllm_shapes(spec, tp, r)),
+    }
+    for name, (layout, shapes) in engines.items():
+        for rank in range(tp):
+            local = scatter(layout(rank), shapes(rank), hf)[name]
+            assert local.shape == (32 // tp, 32)
+            assert np.all(local[: 16 // tp] == 1.0) and np.all(local[16 // tp :] == 2.0)
 
 
 def test_boxes_of_a_piece_have_one_shape_and_lie_inside_their_tensors() -> None:

@@ -39,6 +39,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
     "mistral": ("Mistral", {"sliding_window": None, "tie_word_embeddings": False}),
+    "gemma": ("Gemma", {"head_dim": 32}),
+    "phi3": ("Phi3", {}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": False}),
 }
@@ -55,7 +57,7 @@ def tiny_folder(kind: str, **changes: Any) -> str:
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             if "norm" in parameter_name:
-                parameter.copy_(1 + 0.1 * noise)
+                parameter.copy_(0.1 * noise + (kind != "gemma"))
             else:
                 parameter.copy_((0.3 if "bias" in parameter_name else 0.08) * noise)
     folder = tempfile.mkdtemp(prefix=f"tiny-{kind}-")

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tridentrl.configs.model_spec import ModelSpec
-from tridentrl.weights.families import llama, mistral, qwen2, qwen3
+from tridentrl.weights.families import gemma, llama, mistral, phi3, qwen2, qwen3
 from tridentrl.weights.families.decoder import Head, Weight
 from tridentrl.weights.families.family import Family, HfConfig
 from tridentrl.weights.families.rope import rope_parameters
 
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3)}
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (gemma, llama, mistral, phi3, qwen2, qwen3)}
 BY_MODEL_TYPE: dict[str, Family] = {model_type: family for family in FAMILIES.values() for model_type in family.model_types}
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -40,7 +40,7 @@ def spec_from_hf(hf_config: Mapping[str, Any]) -> ModelSpec:
             "docs/adding_a_family.md says how to add one"
         )
     config = {**family.defaults, **hf_config}
-    problems = [*_missing_or_wrong_sizes(config), *_common_refusals(config), *family.refusals(config)]
+    problems = [*_missing_or_wrong_sizes(config), *_common_refusals(config, family), *family.refusals(config)]
     if problems:
         raise ValueError(f"this {model_type} model cannot be used: " + "; ".join(problems))
     heads = int(config["num_attention_heads"])
@@ -55,6 +55,9 @@ def spec_from_hf(hf_config: Mapping[str, Any]) -> ModelSpec:
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         norm_eps=float(config["rms_norm_eps"]),
+        norm_offset=family.norm_offset,
+        activation=family.activations[config.get("hidden_act", "silu")],
+        scaled_embedding=family.scaled_embedding,
         rope=rope_parameters(config),
         dtype=_dtype(config),
     )
@@ -73,10 +76,10 @@ def _missing_or_wrong_sizes(config: HfConfig) -> Iterator[str]:
         yield f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and config.json has no head_dim"
 
 
-def _common_refusals(config: HfConfig) -> Iterator[str]:
+def _common_refusals(config: HfConfig, family: Family) -> Iterator[str]:
     activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        yield f"hidden_act={activation!r} is not silu, the only gated activation of this family's Megatron-Core layers"
+    if activation not in family.activations:
+        yield f"hidden_act={activation!r} is not an activation of this family ({', '.join(family.activations)})"
     if config.get("quantization_config"):
         yield "quantization_config is set; only float weights can be trained, so dequantize the model and save it again"
     kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tridentrl.configs.model_spec import ModelSpec
+from tridentrl.configs.model_spec import Activation, ModelSpec
 from tridentrl.weights.families.decoder import Head, Weight, decoder_weights
 
 HfConfig = Mapping[str, Any]
@@ -29,6 +29,10 @@ class Family:
     """What Hugging Face assumes for keys that an (old) config.json leaves out."""
     qkv_bias: bool = False
     qk_norm: bool = False
+    norm_offset: bool = False
+    scaled_embedding: bool = False
+    activations: Mapping[str, Activation] = field(default_factory=lambda: {"silu": "silu", "swish": "silu"})
+    """What a config's `hidden_act` may say, and what is computed then."""
     refusals: Callable[[HfConfig], Iterator[str]] = no_refusals
     """Yields one sentence for every feature of this config that cannot be trained here."""
     max_positions: Callable[[HfConfig], int] = lambda config: int(config["max_position_embeddings"])
