@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: install test lint demo demo-ppo demo-smollm2 clean
+.PHONY: install test lint docs demo demo-ppo demo-smollm2 clean
 
 install: .venv/installed
 
@@ -31,6 +31,10 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	mkdir -p .venv/lint && ln -sfn ../.. .venv/lint/tridentrl
 	MYPYPATH=.venv/lint $(BIN)/mypy -p tridentrl
+
+# docs/config.md is made from the code; a test fails while it is old.
+docs: .venv/installed
+	$(BIN)/python tools/make_config_docs.py
 
 demo: .venv/installed
 	$(RUN) examples/demo.py
