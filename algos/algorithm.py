@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -109,6 +110,14 @@ class Algorithm(ABC):
     @abstractmethod
     def step(self, ctx: Context, prompts: Any) -> None:
         """Everything that happens to one batch of prompts. Every rank runs it alike."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it learned beside the models, for a checkpoint: copies of tensors and plain values, equal on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        assert not state, f"{type(self).__name__} saves a state but does not load it"
 
     def weights(self, batch: MicroBatch) -> Tensor:
         """Weight of each token's loss, [r], by `loss_aggregation`."""

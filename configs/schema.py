@@ -179,7 +179,14 @@ class TrainerConfig:
     eval_interval: Count | None = 20
     """Steps between evaluations; null: only at the start and the end."""
     save_interval: Count | None = 50
-    """Steps between saves; null: only at the end."""
+    """Steps between saves, each a checkpoint to resume from and a Hugging Face folder; null: only at the end."""
+    resume: Text = "auto"
+    """auto: go on from the newest complete checkpoint of this run, if it has one. never: start anew, an earlier run of the name is moved
+    aside. Else the folder of a checkpoint to go on from. Auto, so that the same command starts a run and continues it."""
+    keep_last: Count | None = 2
+    """Checkpoints that stay; older ones are deleted once a newer one is safe. null: all. Two, to have one should the newest be damaged."""
+    async_save: bool = False
+    """Write checkpoints beside training. Costs host memory for a copy of what is saved."""
     eval_at_start: bool = True
     """Evaluate before the first step, to have the baseline."""
     gradient_clip_val: NotNegative = 0.1

@@ -88,6 +88,18 @@ class TrainContext:
     def begin(self, step: int) -> None:
         self.step, self.step_log = step, StepLog()
 
+    def state_dict(self) -> dict[str, int]:
+        """What counts on when a run is resumed. Plain values."""
+        synced = self.engines.hybrid.version if self.engines.hybrid else 0
+        # A resumed run brings its rollout engine up to date first, even where this one was: that sync has been counted here.
+        return {"updates": self.updates, "weight_version": synced if self._stale else synced - 1}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.updates = state["updates"]
+        if self.engines.hybrid:
+            self.engines.hybrid.version = state["weight_version"]
+            self.engines.hybrid.checksum_syncs += state["weight_version"]  # the first syncs after a resume are proved too
+
     # Rollouts
 
     def generate(self, prompts: Sequence[PromptRow], *, n: int, greedy: bool = False) -> Rollouts:

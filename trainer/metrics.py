@@ -12,9 +12,12 @@ from tridentrl.weights.execute import Receipt
 
 
 class MetricsWriter:
-    """Writes each step's metrics to every logger in `loggers` (`jsonl`, `tensorboard`, `wandb`) below the folder `run`."""
+    """Writes each step's metrics to every logger in `loggers` (`jsonl`, `tensorboard`, `wandb`) below the folder `run`.
 
-    def __init__(self, run: Path, loggers: Sequence[str], *, config: Mapping[str, Any]) -> None:
+    `first_step`: of this process; later steps that an interrupted run left in TensorBoard are hidden.
+    """
+
+    def __init__(self, run: Path, loggers: Sequence[str], *, config: Mapping[str, Any], first_step: int = 0) -> None:
         run.mkdir(parents=True, exist_ok=True)
         self._jsonl = (run / "metrics.jsonl").open("a", encoding="utf-8") if "jsonl" in loggers else None
         self._receipts = run / "reshard.jsonl"
@@ -23,7 +26,7 @@ class MetricsWriter:
         if "tensorboard" in loggers:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(run / "tensorboard"))
+            self._tensorboard = SummaryWriter(str(run / "tensorboard"), purge_step=first_step or None)
         if "wandb" in loggers:
             try:
                 import wandb
@@ -77,6 +80,16 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     temporary.replace(path)
+
+
+def drop_records_after(run: Path, step: int) -> None:
+    """Take the lines of later steps, and a last line that a kill cut short, out of the `.jsonl` files of the run."""
+    for path in (run / "metrics.jsonl", run / "reshard.jsonl"):
+        if path.exists():
+            lines = [line for line in path.read_text(encoding="utf-8").split("\n")[:-1] if json.loads(line)["step"] <= step]
+            temporary = path.with_name(path.name + ".partial")
+            temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+            temporary.replace(path)
 
 
 def step_line(step: int, metrics: Mapping[str, float]) -> str:

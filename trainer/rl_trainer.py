@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from tridentrl.algos.rollouts import Rollouts
+from tridentrl.checkpoint.store import CheckpointStore
 from tridentrl.configs.layout import describe_batches
 from tridentrl.configs.load import save_config, to_dict
 from tridentrl.configs.schema import Config
@@ -24,8 +25,9 @@ from tridentrl.engine.rollout import Sampling
 from tridentrl.kernels.losses import kl_estimate
 from tridentrl.trainer.builders import build_engines, build_reward_pool, end_of_sequence_ids, init_distributed, sampling_settings
 from tridentrl.trainer.context import EVALUATION, TrainContext
-from tridentrl.trainer.metrics import MetricsWriter, step_line, write_rows
+from tridentrl.trainer.metrics import MetricsWriter, drop_records_after, step_line, write_rows
 from tridentrl.trainer.prepare import Prepared, model_folder, prepare
+from tridentrl.trainer.resume import find_checkpoint, restore, run_contents
 from tridentrl.trainer.scoring import Scorer
 from tridentrl.trainer.world import ALONE, World, world_from_torchrun
 from tridentrl.weights.hf_io import export_hf, read_config
@@ -48,10 +50,17 @@ class RLTrainer:
         self.tokenizer = load_tokenizer(self.config)
         self._load_data()
         self.leads = world.rank == 0
+        self.writer: MetricsWriter | None = None
         self.pool = build_reward_pool(self.config, self.train_data, self.val_data) if self.prepared.algorithm.online else None
         self.device = init_distributed(world, cuda=self.config.trainer.device == "cuda")
-        self._start_records()
-        self._build()
+        self.checkpoints = CheckpointStore(
+            self.run_folder / "checkpoints", keep_last=self.config.trainer.keep_last, background=self.config.trainer.async_save
+        )
+        self.resumed = find_checkpoint(self.prepared, self.checkpoints, self.sampler)
+        self.first_step = self.resumed.manifest.step + 1 if self.resumed else 1
+        if self.first_step <= self.total_steps:
+            self._start_records()
+            self._build()
 
     def _load_data(self) -> None:
         config, data = self.config, self.config.data
@@ -66,16 +75,19 @@ class RLTrainer:
         self.total_steps, self.limit = planned_steps(config.trainer.total_steps, config.trainer.epochs, self.sampler.steps_per_epoch)
 
     def _start_records(self) -> None:
-        """The run folder; one that an earlier run filled is moved aside, never written over."""
-        self.writer: MetricsWriter | None = None
-        if not self.leads:
-            return
-        if self.run_folder.exists():
+        """The run folder: the one that the resumed checkpoint lies in, less what came after it. Any other is moved aside, never lost."""
+        if self.resumed and self.run_folder.resolve() in self.resumed.folder.resolve().parents:
+            self.checkpoints.set_aside_after(self.resumed.manifest.step)
+            if self.leads:
+                drop_records_after(self.run_folder, self.resumed.manifest.step)
+        elif self.leads and self.run_folder.exists():
             old = self.run_folder.with_name(f"{self.run_folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
             self.run_folder.rename(old)
             log.info("%s was there already and is now %s", self.run_folder, old)
-        self.writer = MetricsWriter(self.run_folder, self.config.trainer.loggers, config=to_dict(self.config))
-        save_config(self.config, self.run_folder / "config.yaml")
+        if self.leads:
+            first = self.first_step if self.resumed else 0
+            self.writer = MetricsWriter(self.run_folder, self.config.trainer.loggers, config=to_dict(self.config), first_step=first)
+            save_config(self.config, self.run_folder / "config.yaml")
 
     def _build(self) -> None:
         config, prepared = self.config, self.prepared
@@ -101,26 +113,40 @@ class RLTrainer:
             kl_coef=config.trainer.kl_coef,
             device=self.device,
         )
+        if self.resumed:
+            restore(self.resumed, self.prepared, self.context)
         if self.leads and prepared.algorithm.online:
             log.info("sampling: %s; for evaluation at temperature %g", sampling, config.rollout.val_temperature)
 
     def run(self) -> dict[str, float]:
         """Train to the last step; returns the metrics of the last step and the last evaluation. Collective over the world."""
+        if self.first_step > self.total_steps:
+            return self._already_complete()
         trainer = self.config.trainer
-        metrics = self.evaluate(0) if trainer.eval_at_start else {}
-        for step in tqdm(range(1, self.total_steps + 1), disable=None if self.leads else True, unit="step", dynamic_ncols=True):
+        metrics = self.evaluate(0) if trainer.eval_at_start and not self.resumed else {}
+        steps = range(self.first_step, self.total_steps + 1)
+        for step in tqdm(steps, disable=None if self.leads else True, unit="step", dynamic_ncols=True):
             metrics |= self._run_step(step)
             last = step == self.total_steps
             if last or (trainer.eval_interval and step % trainer.eval_interval == 0):
                 metrics |= self.evaluate(step)
             if last or (trainer.save_interval and step % trainer.save_interval == 0):
                 self.save(step)
+            self.checkpoints.poll()
+        self.checkpoints.finish()
         if not self.context.updates:
             raise RuntimeError("the run made no update: every sample of every step was excluded; see reward/excluded in metrics.jsonl")
         if self.leads:
             log.info("finished after %d steps (%s); everything is in %s", self.total_steps, self.limit, self.run_folder)
         self.close()
         return metrics
+
+    def _already_complete(self) -> dict[str, float]:
+        if self.leads:
+            assert self.resumed
+            log.info("already complete: %s has step %d, and %s", self.resumed.folder, self.first_step - 1, self.limit)
+        self.close()
+        return {}
 
     def _run_step(self, step: int) -> dict[str, float]:
         start = time.perf_counter()
@@ -205,7 +231,10 @@ class RLTrainer:
         return [part.mean().item() if len(part) else 0.0 for part in kl_R.split(rollouts.lengths_n.tolist())]
 
     def save(self, step: int) -> Path:
-        """Export the actor (and the critic) as Hugging Face folders `hf/step_N` (`hf/step_N-critic`); returns the actor's."""
+        """Export the actor (and the critic) as Hugging Face folders `hf/step_N` (`hf/step_N-critic`), then write the checkpoint.
+
+        In this order, so that a run with a checkpoint of its last step lacks nothing. Returns the actor's folder.
+        """
         folder = self.run_folder / "hf" / f"step_{step}"
         for role, engine in (("actor", self.engines.actor), ("critic", self.engines.critic)):
             if engine:
@@ -219,7 +248,9 @@ class RLTrainer:
                     head=engine.head,
                     dtype=torch.float32 if self.config.trainer.precision == "fp32" else torch.bfloat16,
                     tokenizer_folder=self.config.model.tokenizer_name_or_path or source,
+                    overwrite=True,  # of a step that is trained again after a resume
                 )
+        self.checkpoints.save(step, run_contents(self.prepared, self.context, self.sampler))
         return folder
 
     def close(self) -> None:
