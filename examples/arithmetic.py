@@ -77,6 +77,7 @@ def write_model(folder: Path, *, seed: int) -> int:
         num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=True,
+        initializer_range=0.08,  # about 1 over the root of the width: learns several times faster than with 0.02
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
