@@ -5,8 +5,9 @@ After HybridFlow (arXiv 2409.19256, section 5), but by a plan of boxes: each ran
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from tridentrl.configs.model_spec import ModelSpec
 from tridentrl.engine.megatron import MegatronEngine
+from tridentrl.engine.placement import Placement, best_placement
 from tridentrl.engine.rollout import RolloutEngine
+from tridentrl.parallel.grid import Coord, Grid
 from tridentrl.weights.checksum import verify
 from tridentrl.weights.execute import Receipt, Resharder, common_dtype
+from tridentrl.weights.layouts import vllm_layout
 from tridentrl.weights.pieces import Piece, volume
-from tridentrl.weights.plan import plan
+from tridentrl.weights.plan import missing_elements, plan
 
 
 class HybridEngine:
@@ -32,7 +36,7 @@ class HybridEngine:
         self.checksum_syncs = checksum_syncs
         self.version = 0
         """Number of syncs done; stamped on the samples that follow."""
-        targets = {rank: rollout.layout(rank % rollout.tensor) for rank in range(actor.grid.world)}
+        targets = {rank: rollout.layout(rollout.placement.seat(rank)[1]) for rank in range(actor.grid.world)}
         _check_every_parameter_is_covered(actor.spec, targets[dist.get_rank()], rollout.tensors())
         self.plan = plan(actor.layouts(), targets)
         self.dtype = common_dtype(rollout.tensors(), dist.group.WORLD)
@@ -69,3 +73,19 @@ def _check_every_parameter_is_covered(spec: ModelSpec, pieces: list[Piece], tens
             f"the rollout engine's parameters do not match what is known of family {spec.family}: "
             f"no such parameter {unknown or 'missing'}; not covered by the trainer's weights {bare or 'none'}"
         )
+
+
+def place_replicas(spec: ModelSpec, grid: Grid, layouts: Mapping[int, Sequence[Piece]], *, tensor: int, ranks_per_node: int) -> Placement:
+    """Seats for vLLM replicas of `tensor` ranks such that the ranks of each node have the least to receive from `layouts`."""
+    shares = [vllm_layout(spec, tensor, tensor_rank) for tensor_rank in range(tensor)]
+
+    @functools.cache
+    def lacking(tp_rank: int, pp_rank: int, tensor_rank: int) -> int:
+        holder = grid.rank(Coord(tp_rank, 0, 0, pp_rank))  # data-parallel ranks hold the same
+        return missing_elements(layouts[holder], shares[tensor_rank])
+
+    def missing(rank: int, tensor_rank: int) -> int:
+        coord = grid.coord(rank)
+        return lacking(coord.tp_rank, coord.pp_rank, tensor_rank)
+
+    return best_placement(missing, world=grid.world, tensor=tensor, ranks_per_node=ranks_per_node)

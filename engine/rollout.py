@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tridentrl.engine.placement import Placement
 from tridentrl.weights.pieces import Piece
 
 
@@ -42,9 +43,9 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """A replica spans `tensor` consecutive ranks; all of them call `generate` with the same requests and get the same completions."""
+    """All ranks of a replica call `generate` with the same requests and get the same completions."""
 
-    tensor: int
+    placement: Placement
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[Completion]: ...
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tridentrl.configs.model_spec import ModelSpec
+from tridentrl.engine.placement import contiguous
 from tridentrl.engine.rollout import Completion, Request, Sampling
 from tridentrl.weights.layouts import hf_layout
 from tridentrl.weights.pieces import Piece
@@ -16,8 +18,6 @@ from tridentrl.weights.pieces import Piece
 
 class HfRollout:
     """A transformers model whose weights come from the trainer. `batch_size`: sequences generated at once."""
-
-    tensor = 1
 
     def __init__(
         self,
@@ -31,6 +31,7 @@ class HfRollout:
         trust_remote_code: bool = False,
     ) -> None:
         self.spec, self.device, self.batch_size = spec, device, batch_size
+        self.placement = contiguous(dist.get_world_size(), 1)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).to(device).eval()
         self.model.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM inside the training processes (external launcher): tensor-parallel replicas over consecutive ranks."""
+"""Rollouts by vLLM inside the training processes (external launcher): tensor-parallel replicas over the ranks of a placement."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tridentrl.configs.model_spec import ModelSpec
+from tridentrl.engine.placement import Placement
 from tridentrl.engine.rollout import Completion, Request, Sampling
 from tridentrl.engine.vllm_compat import forget_shared_memory_names, keep_until_exit, prepare_vllm
 from tridentrl.weights.layouts import vllm_layout
@@ -26,7 +27,7 @@ class VllmRollout:
         folder: str,
         spec: ModelSpec,
         *,
-        tensor: int,
+        placement: Placement,
         max_length: int,
         dtype: torch.dtype,
         run_id: str,
@@ -40,10 +41,10 @@ class VllmRollout:
         trust_remote_code: bool = False,
     ) -> None:
         cpu = not torch.cuda.is_available()
-        prepare_vllm(run_id, cpu=cpu, kv_cache_gib=kv_cache_gib)
+        prepare_vllm(run_id, placement, cpu=cpu, kv_cache_gib=kv_cache_gib)
         from vllm import LLM
 
-        self.spec, self.tensor = spec, tensor
+        self.spec, self.placement = spec, placement
         self.llm = LLM(
             model=folder,
             load_format="dummy",
@@ -57,7 +58,7 @@ class VllmRollout:
             max_model_len=max_length,
             max_num_seqs=max_num_seqs,
             seed=seed,
-            tensor_parallel_size=tensor,
+            tensor_parallel_size=placement.tensor,
             distributed_executor_backend="external_launcher",
             enable_prefix_caching=prefix_caching,
             enforce_eager=enforce_eager,
@@ -90,7 +91,7 @@ class VllmRollout:
         return [_completion(output.outputs[0]) for output in outputs]
 
     def layout(self, tensor_rank: int) -> list[Piece]:
-        return vllm_layout(self.spec, self.tensor, tensor_rank)
+        return vllm_layout(self.spec, self.placement.tensor, tensor_rank)
 
     def tensors(self) -> dict[str, Tensor]:
         return self._tensors

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+
+from tridentrl.engine.placement import Placement
 
 _engines: list[object] = []
 
@@ -18,12 +21,13 @@ def keep_until_exit(engine: object) -> None:
     _engines.append(engine)
 
 
-def prepare_vllm(run_id: str, *, cpu: bool, kv_cache_gib: int) -> None:
+def prepare_vllm(run_id: str, placement: Placement, *, cpu: bool, kv_cache_gib: int) -> None:
     """Call once, before vLLM is imported and after torch.distributed is initialised. `run_id`: fresh for each run, equal on all ranks."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process, where its weights are replaced
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "1")
+    _seat_ranks(placement)
     if not cpu:
         return
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
@@ -31,6 +35,23 @@ def prepare_vllm(run_id: str, *, cpu: bool, kv_cache_gib: int) -> None:
     _do_not_compile()
     _keep_linear_weights_plain()
     _name_shared_memory_after_the_run(run_id)
+
+
+def _seat_ranks(placement: Placement) -> None:
+    """vLLM groups consecutive ranks; its groups are renamed on their way in, so that seat s of all replicas is the rank we want there.
+
+    Can go when the external launcher takes the ranks of its groups.
+    """
+    from vllm.distributed import parallel_state
+
+    rank_of_seat = [rank for replica in placement.replicas for rank in replica]
+    plain = getattr(parallel_state.init_model_parallel_group, "plain", parallel_state.init_model_parallel_group)
+
+    def init_model_parallel_group(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        return plain([[rank_of_seat[seat] for seat in seats] for seats in group_ranks], *args, **kwargs)
+
+    init_model_parallel_group.plain = plain  # type: ignore[attr-defined]
+    parallel_state.init_model_parallel_group = init_model_parallel_group
 
 
 def _do_not_compile() -> None:

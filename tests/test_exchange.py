@@ -11,6 +11,7 @@ from ranks import run_ranks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tridentrl.engine.placement import Placement, contiguous
 from tridentrl.engine.rollout import Completion
 from tridentrl.parallel.grid import Grid
 from tridentrl.rewards.pool import RewardError, Scores
@@ -31,17 +32,17 @@ def prompts() -> list[list[int]]:
     return [[100 + i] * (1 + i % 4) for i in range(SAMPLES)]
 
 
-def exchanged(grid: Grid, rollout_tensor: int) -> Any:
-    replicas = grid.world // rollout_tensor
+def exchanged(grid: Grid, placement: Placement) -> Any:
+    replicas = len(placement.replicas)
     replica_N = [i % replicas for i in range(SAMPLES)]
-    mine = {i: completion(i) for i in range(SAMPLES) if replica_N[i] == dist.get_rank() // rollout_tensor}
+    mine = {i: completion(i) for i in range(SAMPLES) if replica_N[i] == placement.seat(dist.get_rank())[0]}
     rollouts = exchange(
         mine,
         prompts_N=prompts(),
         group_ids_N=[i // 2 for i in range(SAMPLES)],
         data_sources_N=["a"] * SAMPLES,
         replica_N=replica_N,
-        rollout_tensor=rollout_tensor,
+        placement=placement,
         grid=grid,
         device=torch.device("cpu"),
     )
@@ -54,10 +55,10 @@ def exchanged(grid: Grid, rollout_tensor: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("rollout_tensor", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [((0,), (1,), (2,), (3,)), ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)], ids=str)
 @pytest.mark.parametrize("grid", [Grid(tp=2, dp=2), Grid(pp=2, dp=2), Grid(dp=4), Grid(tp=4)], ids=str)
-def test_every_sample_arrives_once_bit_for_bit(grid: Grid, rollout_tensor: int) -> None:
-    by_rank = run_ranks(4, exchanged, grid, rollout_tensor)
+def test_every_sample_arrives_once_bit_for_bit(grid: Grid, replicas: tuple[tuple[int, ...], ...]) -> None:
+    by_rank = run_ranks(4, exchanged, grid, Placement(replicas))
     rows_of_dp: dict[int, list[int]] = {}
     for rank, (rows, tokens, logprobs, lengths, truncated) in enumerate(by_rank):
         assert rows_of_dp.setdefault(grid.coord(rank).dp_rank, rows) == rows
@@ -104,7 +105,7 @@ def one_response(ids: list[int]) -> Any:
         group_ids_N=[0],
         data_sources_N=["a"],
         replica_N=[0],
-        rollout_tensor=1,
+        placement=contiguous(1, 1),
         grid=Grid(),
         device=torch.device("cpu"),
     )

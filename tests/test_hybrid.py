@@ -20,6 +20,7 @@ from warm_vllm import vllm as _warm  # noqa: F401
 from tridentrl.engine.hybrid import HybridEngine
 from tridentrl.engine.megatron import MegatronEngine
 from tridentrl.engine.packing import Sequences
+from tridentrl.engine.placement import Placement, contiguous
 from tridentrl.engine.rollout import Completion, Request, Sampling, sample_seed
 from tridentrl.engine.rollout_vllm import VllmRollout
 from tridentrl.parallel.grid import Grid
@@ -42,8 +43,8 @@ def requests(step: int = 0) -> list[Request]:
     return [Request(prompt_ids=prompt, seed=sample_seed(1, step, i)) for i, prompt in enumerate(PROMPTS)]
 
 
-def vllm_engine(folder: str, tensor: int, run_id: str) -> VllmRollout:
-    return VllmRollout(folder, tiny_spec(folder), tensor=tensor, max_length=64, dtype=torch.float32, run_id=run_id)
+def vllm_engine(folder: str, placement: Placement, run_id: str) -> VllmRollout:
+    return VllmRollout(folder, tiny_spec(folder), placement=placement, max_length=64, dtype=torch.float32, run_id=run_id)
 
 
 def trainer_logprobs(actor: MegatronEngine, completions: list[Completion], temperature: float = 1.0) -> torch.Tensor:
@@ -83,9 +84,9 @@ def same_but_for_padding(a: torch.Tensor, b: torch.Tensor, rows: int) -> bool:
     return torch.equal(a[:rows], b[:rows])
 
 
-def reshard_from(grids: list[Grid], rollout_tensor: int, folder: str, run_id: str, exported: str) -> dict[str, Any]:
+def reshard_from(grids: list[Grid], placement: Placement, folder: str, run_id: str, exported: str) -> dict[str, Any]:
     """Every training layout of this world into the same engines; what to compare, by layout."""
-    rollout = vllm_engine(folder, rollout_tensor, run_id)
+    rollout = vllm_engine(folder, placement, run_id)
     assert not list(Path("/dev/shm").glob(f"*{run_id}*"))  # nothing that a killed run could leave behind
     report: dict[str, Any] = {}
     for grid in grids:
@@ -107,7 +108,7 @@ def reshard_from(grids: list[Grid], rollout_tensor: int, folder: str, run_id: st
         export_hf(actor.spec, read_config(folder), actor.layouts(), actor.tensors(), target, group=dist.group.WORLD)
         synced = {name: tensor.clone() for name, tensor in rollout.tensors().items()}
         loaded = loaded_by_vllm(rollout, target)
-        rows = 97 - len(synced["model.embed_tokens.weight"]) * (dist.get_rank() % rollout_tensor)
+        rows = 97 - len(synced["model.embed_tokens.weight"]) * placement.seat(dist.get_rank())[1]
         different = [
             name
             for name in synced
@@ -128,10 +129,12 @@ def reshard_from(grids: list[Grid], rollout_tensor: int, folder: str, run_id: st
     return report
 
 
-@pytest.mark.parametrize(("world", "rollout_tensor"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)])
-def test_every_training_layout_lands_bit_for_bit_in_live_vllm(world: int, rollout_tensor: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "replicas"), [(1, ((0,),)), (2, ((0,), (1,))), (2, ((0, 1),)), (4, ((0,), (1,), (2,), (3,))), (4, ((0, 2), (1, 3)))]
+)
+def test_every_training_layout_lands_bit_for_bit_in_live_vllm(world: int, replicas: tuple[tuple[int, ...], ...], tmp_path: Path) -> None:
     folder = tiny_folder("qwen2", hidden_size=128)
-    reports = run_ranks(world, reshard_from, LAYOUTS[world], rollout_tensor, folder, uuid.uuid4().hex, str(tmp_path), timeout_s=240)
+    reports = run_ranks(world, reshard_from, LAYOUTS[world], Placement(replicas), folder, uuid.uuid4().hex, str(tmp_path), timeout_s=240)
     for grid in LAYOUTS[world]:
         model = tiny_model(str(tmp_path / str(grid).replace(" ", "-")))
         expected = [greedy_by_transformers(model, prompt) for prompt in PROMPTS]
@@ -162,7 +165,7 @@ def families_into_vllm(folders: dict[str, str], run_id: str) -> dict[str, Any]:
     init_groups(grid, seed=1)
     result = {}
     for kind, folder in folders.items():
-        rollout = vllm_engine(folder, 2, run_id)
+        rollout = vllm_engine(folder, contiguous(2, 2), run_id)
         actor = MegatronEngine(tiny_spec(folder), grid, max_tokens=64)
         actor.load(folder)
         HybridEngine(actor, rollout, checksum_syncs=1, bucket_bytes=1 << 20).sync()

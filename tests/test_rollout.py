@@ -19,6 +19,7 @@ from warm_vllm import vllm as _warm  # noqa: F401
 from tridentrl.engine.hybrid import HybridEngine
 from tridentrl.engine.megatron import MegatronEngine
 from tridentrl.engine.packing import Sequences
+from tridentrl.engine.placement import contiguous
 from tridentrl.engine.rollout import Completion, Request, Sampling, sample_seed
 from tridentrl.engine.rollout_hf import HfRollout
 from tridentrl.engine.rollout_vllm import VllmRollout
@@ -52,7 +53,7 @@ def behaviour(folder: str, run_id: str) -> dict[str, dict[str, Any]]:
     init_groups(Grid(), seed=1)
     spec = tiny_spec(folder)
     engines = {
-        "vllm": VllmRollout(folder, spec, tensor=1, max_length=320, dtype=torch.float32, run_id=run_id, needs_text=True),
+        "vllm": VllmRollout(folder, spec, placement=contiguous(1, 1), max_length=320, dtype=torch.float32, run_id=run_id, needs_text=True),
         "hf": HfRollout(folder, spec, dtype=torch.float32, device=torch.device("cpu"), needs_text=True),
     }
     seen: dict[str, dict[str, Any]] = {name: {} for name in engines}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import os
 from collections import Counter
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from tridentrl.configs.schema import Config
 from tridentrl.data.prompts import PromptDataset
-from tridentrl.engine.hybrid import HybridEngine
+from tridentrl.engine.hybrid import HybridEngine, place_replicas
 from tridentrl.engine.megatron import MegatronEngine
 from tridentrl.engine.rollout import RolloutEngine, Sampling
 from tridentrl.engine.rollout_hf import HfRollout
@@ -86,7 +87,7 @@ def build_engines(prepared: Prepared, device: torch.device, *, optimizer_steps: 
     if "reference" in prepared.specs:
         engines.reference = _model(prepared, "reference", device, lr=None, optimizer_steps=optimizer_steps)
     if prepared.algorithm.online:
-        rollout = _rollout(prepared, device)
+        rollout = _rollout(prepared, actor, device)
         bucket_bytes = config.rollout.bucket_mb * 1024**2
         engines.hybrid = HybridEngine(actor, rollout, checksum_syncs=config.rollout.checksum_syncs, bucket_bytes=bucket_bytes)
     return engines
@@ -124,7 +125,7 @@ def _model(prepared: Prepared, role: str, device: torch.device, *, lr: float | N
     return engine
 
 
-def _rollout(prepared: Prepared, device: torch.device) -> RolloutEngine:
+def _rollout(prepared: Prepared, actor: MegatronEngine, device: torch.device) -> RolloutEngine:
     config, folder, spec = prepared.config, prepared.folders["actor"], prepared.specs["actor"]
     rollout = config.rollout
     dtype = getattr(torch, rollout.dtype)
@@ -139,10 +140,12 @@ def _rollout(prepared: Prepared, device: torch.device) -> RolloutEngine:
             trust_remote_code=config.model.trust_remote_code,
         )
     assert isinstance(rollout.tensor, int)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", prepared.world))
+    placement = place_replicas(spec, prepared.grid, actor.layouts(), tensor=rollout.tensor, ranks_per_node=per_node)
     return VllmRollout(
         folder,
         spec,
-        tensor=rollout.tensor,
+        placement=placement,
         max_length=config.data.max_prompt_length + rollout.max_response_length,
         dtype=dtype,
         run_id=run_ident(),

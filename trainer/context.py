@@ -133,9 +133,10 @@ class TrainContext:
         self._prompts = prompts
         self._sync_weights()
         rollout = self._hybrid.rollout
-        replicas = self.grid.world // rollout.tensor
+        replicas = len(rollout.placement.replicas)
         replica_N = [number % replicas for number in range(len(prompts)) for _ in range(n)]
-        mine = [i for i, replica in enumerate(replica_N) if replica == dist.get_rank() // rollout.tensor]
+        own, _ = rollout.placement.seat(dist.get_rank())
+        mine = [i for i, replica in enumerate(replica_N) if replica == own]
         requests = [Request(prompt_ids=prompts[i // n].prompt_ids, seed=sample_seed(self.seed, step, i)) for i in mine]
         with self.timer("generate"):
             completions = rollout.generate(requests, sampling) if requests else []
@@ -145,7 +146,7 @@ class TrainContext:
                 group_ids_N=[number for number in range(len(prompts)) for _ in range(n)],
                 data_sources_N=[row.data_source for row in prompts for _ in range(n)],
                 replica_N=replica_N,
-                rollout_tensor=rollout.tensor,
+                placement=rollout.placement,
                 grid=self.grid,
                 device=self.device,
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tridentrl.algos.rollouts import Rollouts
 from tridentrl.data.balance import balanced_assignment
+from tridentrl.engine.placement import Placement
 from tridentrl.engine.rollout import Completion
 from tridentrl.parallel.grid import Grid
 
@@ -22,7 +23,7 @@ def exchange(
     group_ids_N: list[int],
     data_sources_N: list[str],
     replica_N: list[int],
-    rollout_tensor: int,
+    placement: Placement,
     grid: Grid,
     device: torch.device,
 ) -> Rollouts:
@@ -32,7 +33,9 @@ def exchange(
     """
     rank, count = dist.get_rank(), len(prompts_N)
     facts_N2 = torch.zeros(count, 2, dtype=torch.int64, device=device)
-    if rank % rollout_tensor == 0:
+    seats = [placement.seat(other) for other in range(grid.world)]
+    """By rank: its replica, and its part in it."""
+    if seats[rank][1] == 0:
         for i, completion in mine.items():
             facts_N2[i] = torch.tensor([len(completion.response_ids), completion.truncated])
     dist.all_reduce(facts_N2)
@@ -41,9 +44,10 @@ def exchange(
 
     def travels(source: int, destination: int) -> list[int]:
         """Samples that rank `source` sends to rank `destination`: each rank of a replica serves its share of the world."""
-        if destination % rollout_tensor != source % rollout_tensor:
+        replica, part = seats[source]
+        if destination % placement.tensor != part:
             return []
-        dp_rank, replica = grid.coord(destination).dp_rank, source // rollout_tensor
+        dp_rank = grid.coord(destination).dp_rank
         return [i for i in range(count) if owner_N[i] == dp_rank and replica_N[i] == replica]
 
     outgoing = [travels(rank, destination) for destination in range(grid.world)]
