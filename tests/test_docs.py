@@ -17,7 +17,7 @@ from tridentrl.configs.load import schema_keys
 from tridentrl.rewards.loading import FunctionSpec
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 OWN_KEYS = {path for algorithm in get_algorithm_registry().values() for path in key_paths(algorithm.Config, "algorithm")}
 KEYS = {*schema_keys(), *OWN_KEYS}
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
