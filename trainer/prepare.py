@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import runpy
+import traceback
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +25,8 @@ from tridentrl.configs.schema import Config
 from tridentrl.parallel.grid import Grid
 from tridentrl.weights.families import spec_from_hf
 from tridentrl.weights.hf_io import read_config
+
+log = logging.getLogger(__name__)
 
 MODEL_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja")
 """What is fetched of a hub model. Never pickles."""
@@ -50,6 +55,8 @@ class Prepared:
 
 def prepare(config: Config, *, world: int) -> Prepared:
     """Resolve `config` for `world` processes. Raises ConfigError that lists everything wrong with the settings and the models' shapes."""
+    if config.algorithm.path:
+        run_algorithm_file(config.algorithm.path)
     kind = algorithm_class(config.algorithm.name)
     algorithm = kind(typed_options(kind.Config, config.algorithm))
     roles = algorithm.roles(kl_coef=config.trainer.kl_coef)
@@ -97,3 +104,14 @@ def model_folder(name: str, *, key: str) -> str:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{key}={name}: no such folder, and the hub has no such model for us ({type(error).__name__}: {reason})") from None
+
+
+def run_algorithm_file(path: str) -> None:
+    """Run the user's file, which registers algorithms. ValueError names `algorithm.path` and shows the file's own traceback."""
+    if not os.path.isfile(path):
+        raise ValueError(f"algorithm.path={path}: there is no such file; give a Python file that calls tridentrl.algos.register")
+    log.info("running algorithm.path=%s", path)
+    try:
+        runpy.run_path(path, run_name=f"algorithm_{os.path.basename(path).removesuffix('.py')}")
+    except Exception:
+        raise ValueError(f"algorithm.path={path} cannot be run:\n{traceback.format_exc()}") from None
