@@ -145,7 +145,7 @@ class _Save:
         on_rank_0(lambda: self._check_space(needed))
 
     def _begin(self) -> None:
-        with writing_to(self.root):
+        with writing_to(self.folder):
             self.root.mkdir(parents=True, exist_ok=True)
             for left_over in self.root.glob(".step_*"):  # of a save or a deletion that was killed
                 shutil.rmtree(left_over)
