@@ -7,9 +7,11 @@ import sys
 import tridentrl
 
 USAGE = """usage: tridentrl train [--config FILE] [--nproc_per_node N] key=value ...
+       tridentrl convert hf-to-megatron|megatron-to-hf|verify ...
        tridentrl --version
 
-train   train a language model with RL; `tridentrl train --help` says more"""
+train     train a language model with RL; `tridentrl train --help` says more
+convert   between Hugging Face folders and Megatron-LM's checkpoints; `tridentrl convert --help` says more"""
 
 
 def main() -> int:
@@ -19,6 +21,10 @@ def main() -> int:
         from tridentrl.trainer.main_fastrl import main as train
 
         return train(rest)
+    if command == "convert":
+        from tridentrl.trainer.convert_command import main as convert
+
+        return convert(rest)
     if command == "--version":
         print(f"tridentrl {tridentrl.__version__}")
         return 0

@@ -22,12 +22,16 @@ from tridentrl.weights.execute import Resharder, Tensors
 from tridentrl.weights.families import spec_from_hf
 from tridentrl.weights.families.decoder import Head
 from tridentrl.weights.families.rope import both_forms
+from tridentrl.weights.folders import begin_folder, complete_folder
 from tridentrl.weights.layouts import hf_layout, hf_shapes
 from tridentrl.weights.pieces import Piece, Shape, slices, volume
 from tridentrl.weights.plan import plan
+from tridentrl.weights.torch_dist import TorchDistReader, checkpoint_in
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADS: dict[Head, str] = {"lm": "lm_head.weight", "value": "score.weight"}
+STORED_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Names of data types in safetensors files."""
 COPIED = (
     "generation_config.json",
     "tokenizer.json",
@@ -90,19 +94,33 @@ def load_pieces(folder: str | os.PathLike[str], pieces: Sequence[Piece], tensors
 
     Reads only the slices that `pieces` name. With head="value" a folder of a causal LM may lack `score.weight`; the names that were not
     there are returned and the caller initialises them. Raises one ValueError that lists all missing, unexpected and misshapen tensors.
+    The folder may also be one that `tridentrl convert hf-to-megatron` wrote.
     """
+    checkpoint = checkpoint_in(folder)
+    if checkpoint is not None:
+        spec = spec_from_hf(read_config(folder))
+        reader = TorchDistReader(checkpoint, spec)
+        absent = [] if reader.head == head or (head == "lm" and spec.tied) else [HEADS[head]]
+        if absent and head == "lm":
+            raise ValueError(f"{checkpoint} holds a value model; missing: {HEADS[head]}")
+        reader.fill([piece for piece in pieces if piece.hf_name not in absent], tensors)
+        return absent
     files = stored_tensors(folder)
     absent = check_tensors(folder, files, head)
+    read_pieces(files, [piece for piece in pieces if piece.hf_name not in absent], tensors)
+    return absent
+
+
+def read_pieces(files: Mapping[str, Path], pieces: Sequence[Piece], tensors: Tensors) -> None:
+    """Read `pieces` from `files` (see `stored_tensors`) into `tensors` in place, unchecked."""
     wanted: dict[Path, list[Piece]] = defaultdict(list)
     for piece in pieces:
-        if piece.hf_name not in absent:
-            wanted[files[piece.hf_name]].append(piece)
+        wanted[files[piece.hf_name]].append(piece)
     with torch.no_grad():
         for path in sorted(wanted):
             with _opened(path) as file:
                 for piece in wanted[path]:
                     tensors[piece.local_name][slices(piece.local_box)].copy_(file.get_slice(piece.hf_name)[slices(piece.hf_box)])
-    return absent
 
 
 def check_tensors(folder: str | os.PathLike[str], files: Mapping[str, Path], head: Head) -> list[str]:
@@ -137,8 +155,28 @@ def _stored_shapes(files: Mapping[str, Path]) -> dict[str, Shape]:
     return shapes
 
 
+def stored_types(files: Mapping[str, Path]) -> dict[str, torch.dtype]:
+    """Data type of every tensor in `files`. Raises ValueError for one that no model here is made of."""
+    types: dict[str, torch.dtype] = {}
+    for path in sorted(set(files.values())):
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                written = file.get_slice(name).get_dtype()
+                if written not in STORED_TYPES:
+                    raise ValueError(f"{name} in {path} is stored as {written}; only {', '.join(STORED_TYPES)} can be converted")
+                types[name] = STORED_TYPES[written]
+    return types
+
+
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+def copy_tokenizer(source: str | os.PathLike[str], target: Path) -> None:
+    """The files of `COPIED` that `source` has."""
+    for name in COPIED:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, target / name)
 
 
 def export_hf(
@@ -163,20 +201,57 @@ def export_hf(
     only with `overwrite`. Raises ValueError for that, OSError when rank 0 cannot write, on every rank.
     """
     dtype = dtype or getattr(torch, spec.dtype)
-    writer = _Writer(Path(folder), group)
-    writer.on_rank_0(partial(writer.begin, overwrite))
-    shards = _shards(hf_layout(spec, head=head), dtype.itemsize, max_shard_bytes)
-    for i, shard in enumerate(shards):
-        file = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        shapes = {name: shape for name, shape in hf_shapes(spec, head=head).items() if name in {piece.hf_name for piece in shard}}
-        gathered = (
-            {name: torch.empty(shape, dtype=dtype, device=_device(tensors)) for name, shape in shapes.items()} if writer.leads else {}
-        )
+
+    def fill(shard: Sequence[Piece], gathered: Tensors) -> None:
         todo = plan(source_pieces, {0: shard}, itemsize=dtype.itemsize)
         Resharder(todo, group=group, bucket_bytes=bucket_bytes, dtype=dtype).run(tensors, gathered)
-        writer.on_rank_0(partial(writer.add, file, gathered))
-    config = exported_config(spec, hf_config, dtype=dtype, head=head)
-    writer.on_rank_0(partial(writer.finish, config, tokenizer_folder))
+
+    write_hf(
+        spec,
+        hf_config,
+        fill,
+        folder,
+        head=head,
+        dtype=dtype,
+        tokenizer_folder=tokenizer_folder,
+        group=group,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+        device=_device(tensors),
+    )
+
+
+def write_hf(
+    spec: ModelSpec,
+    hf_config: Mapping[str, Any],
+    fill: Callable[[Sequence[Piece], Tensors], None],
+    folder: str | os.PathLike[str],
+    *,
+    head: Head,
+    dtype: torch.dtype,
+    tokenizer_folder: str | os.PathLike[str] | None,
+    group: dist.ProcessGroup | None,
+    max_shard_bytes: int,
+    overwrite: bool,
+    device: torch.device,
+) -> None:
+    """As `export_hf`, from wherever `fill` brings the weights: it is called once per file, on every rank, with the pieces of that file
+    and its tensors (none but on rank 0)."""
+    writer = _Writer(Path(folder), group)
+    writer.on_rank_0(partial(writer.begin, overwrite))
+    try:
+        shards = _shards(hf_layout(spec, head=head), dtype.itemsize, max_shard_bytes)
+        for i, shard in enumerate(shards):
+            file = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+            shapes = {name: shape for name, shape in hf_shapes(spec, head=head).items() if name in {piece.hf_name for piece in shard}}
+            gathered = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()} if writer.leads else {}
+            fill(shard, gathered)
+            writer.on_rank_0(partial(writer.add, file, gathered))
+        config = exported_config(spec, hf_config, dtype=dtype, head=head)
+        writer.on_rank_0(partial(writer.finish, config, tokenizer_folder))
+    except BaseException:
+        writer.discard()
+        raise
 
 
 def exported_config(spec: ModelSpec, hf_config: Mapping[str, Any], *, dtype: torch.dtype, head: Head = "lm") -> dict[str, Any]:
@@ -194,7 +269,7 @@ class _Writer:
 
     def __init__(self, folder: Path, group: dist.ProcessGroup | None) -> None:
         self.folder, self.group = folder, group
-        self.temporary = folder.with_name(f".{folder.name}.incomplete")
+        self.temporary: Path | None = None
         self.leads = not dist.is_initialized() or dist.get_rank(group) == 0
         self.weight_map: dict[str, str] = {}
         self.total_bytes = 0
@@ -206,25 +281,27 @@ class _Writer:
             try:
                 action()
             except (ValueError, OSError) as error:
-                shutil.rmtree(self.temporary, ignore_errors=True)
                 outcome = [error]
         if dist.is_initialized():
             dist.broadcast_object_list(outcome, group=self.group, group_src=0)
         if outcome[0] is not None:
             raise outcome[0]
 
+    def discard(self) -> None:
+        """Remove what was written, if anything was."""
+        if self.temporary is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
     def begin(self, overwrite: bool) -> None:
-        if self.folder.exists() and not overwrite:
-            raise ValueError(f"{self.folder} exists already; give another folder, remove it, or ask to overwrite it")
-        shutil.rmtree(self.temporary, ignore_errors=True)  # what a killed export left
-        self.temporary.mkdir(parents=True)
+        self.temporary = begin_folder(self.folder, overwrite=overwrite)
 
     def add(self, file: str, tensors: Tensors) -> None:
+        assert self.temporary
         path = self.temporary / file
         try:
             save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
         except SafetensorError as error:
-            free = shutil.disk_usage(self.temporary).free
+            free = shutil.disk_usage(path.parent).free
             raise OSError(f"cannot write {path} ({free} bytes free on its disk): {error}") from None
         self.weight_map |= dict.fromkeys(tensors, file)
         self.total_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -233,22 +310,13 @@ class _Writer:
         if set(self.weight_map.values()) != {SINGLE}:
             self._json(INDEX, {"metadata": {"total_size": self.total_bytes}, "weight_map": self.weight_map})
         self._json("config.json", config)
-        for name in COPIED if tokenizer_folder is not None else ():
-            source = Path(tokenizer_folder or "") / name
-            if source.is_file():
-                shutil.copyfile(source, self.temporary / name)
-        for path in self.temporary.iterdir():
-            _sync(path)
-        _sync(self.temporary)
-        old = self.folder.with_name(f".{self.folder.name}.replaced")
-        shutil.rmtree(old, ignore_errors=True)
-        if self.folder.exists():
-            self.folder.rename(old)
-        self.temporary.rename(self.folder)
-        _sync(self.folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        assert self.temporary
+        if tokenizer_folder is not None:
+            copy_tokenizer(tokenizer_folder, self.temporary)
+        complete_folder(self.temporary, self.folder)
 
     def _json(self, name: str, content: Mapping[str, Any]) -> None:
+        assert self.temporary
         (self.temporary / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
@@ -271,12 +339,3 @@ def _shards(pieces: Sequence[Piece], itemsize: int, max_bytes: int) -> list[list
 
 def _device(tensors: Tensors) -> torch.device:
     return next(iter(tensors.values())).device
-
-
-def _sync(path: Path) -> None:
-    """Force a file, or a folder's list of names, onto the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -71,6 +71,12 @@ def clip(piece: Piece, hf_box: Box) -> Piece | None:
     return None if common is None else Piece(piece.hf_name, common, piece.local_name, locate(piece, common))
 
 
+def clip_local(piece: Piece, local_box: Box) -> Piece | None:
+    """The part of `piece` inside `local_box` of its local tensor, or None."""
+    mirrored = clip(Piece(piece.local_name, piece.local_box, piece.hf_name, piece.hf_box), local_box)
+    return None if mirrored is None else Piece(piece.hf_name, mirrored.local_box, piece.local_name, mirrored.hf_box)
+
+
 def slices(box: Box) -> tuple[slice, ...]:
     """Index that selects `box` from an array or tensor."""
     return tuple(slice(low, high) for low, high in box)

@@ -1,0 +1,54 @@
+"""Folders that appear complete or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A folder to write into, which takes the name `folder` when the block ends and goes away when it fails."""
+    temporary = begin_folder(folder, overwrite=overwrite)
+    try:
+        yield temporary
+        complete_folder(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def begin_folder(folder: Path, *, overwrite: bool) -> Path:
+    """An empty folder beside `folder` to write into. Raises ValueError when `folder` exists and may not be replaced."""
+    if folder.exists() and not overwrite:
+        raise ValueError(f"{folder} exists already; give another folder, remove it, or ask to overwrite it")
+    temporary = folder.with_name(f".{folder.name}.incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)  # what a killed writer left
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def complete_folder(temporary: Path, folder: Path) -> None:
+    """Force everything in `temporary` onto the disk and give it its name."""
+    for path in temporary.rglob("*"):
+        _sync(path)
+    _sync(temporary)
+    old = folder.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Force a file, or a folder's list of names, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
