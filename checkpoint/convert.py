@@ -28,10 +28,9 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from tridentrl.configs.model_spec import ModelSpec
 from tridentrl.parallel.grid import Coord, Grid, padded_vocab
 from tridentrl.weights.cuts import Columns, Cut, GateUp, Replicated
-from tridentrl.weights.families import spec_from_hf, weights_of
+from tridentrl.weights.families import ModelSpec, spec_from_hf, weights_of
 from tridentrl.weights.families.decoder import Head
 from tridentrl.weights.folders import new_folder
 from tridentrl.weights.hf_io import check_tensors, copy_tokenizer, read_config, read_pieces, stored_tensors, stored_types, write_hf

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tridentrl.configs.model_spec import ModelSpec
+from tridentrl.configs.model_spec import ModelSpec as ModelSpec  # the type of what this package makes
 from tridentrl.weights.families import gemma, llama, mistral, phi3, qwen2, qwen3
 from tridentrl.weights.families.decoder import Head, Weight
 from tridentrl.weights.families.family import Family, HfConfig
