@@ -29,16 +29,20 @@ class HybridEngine:
     """Moves weights from `actor` to `rollout` on all ranks of the world.
 
     checksum_syncs: the first so many syncs are proved by a checksum. bucket_bytes: size limit of one message buffer.
+    ranks_per_node: senders on the receiver's node come before others; None: all ranks are on one node.
     """
 
-    def __init__(self, actor: MegatronEngine, rollout: RolloutEngine, *, checksum_syncs: int, bucket_bytes: int) -> None:
+    def __init__(
+        self, actor: MegatronEngine, rollout: RolloutEngine, *, checksum_syncs: int, bucket_bytes: int, ranks_per_node: int | None = None
+    ) -> None:
         self.actor, self.rollout = actor, rollout
         self.checksum_syncs = checksum_syncs
         self.version = 0
         """Number of syncs done; stamped on the samples that follow."""
         targets = {rank: rollout.layout(rollout.placement.seat(rank)[1]) for rank in range(actor.grid.world)}
         _check_every_parameter_is_covered(actor.spec, targets[dist.get_rank()], rollout.tensors())
-        self.plan = plan(actor.layouts(), targets)
+        node_of = {rank: rank // (ranks_per_node or actor.grid.world) for rank in targets}
+        self.plan = plan(actor.layouts(), targets, node_of=node_of)
         self.dtype = common_dtype(rollout.tensors(), dist.group.WORLD)
         self.resharder = Resharder(self.plan, group=dist.group.WORLD, bucket_bytes=bucket_bytes, dtype=self.dtype)
 

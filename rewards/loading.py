@@ -15,7 +15,7 @@ from typing import Any
 
 from tridentrl.rewards.functions import BUILTIN
 
-ARGUMENTS = ("prompt", "response", "ground_truth", "data_source", "extra_info")
+ARGUMENTS = ("prompt", "response", "ground_truth", "data_source", "extra_info", "ability")
 """What a reward function may ask for, by keyword."""
 
 RewardFunction = Callable[..., Any]

@@ -40,6 +40,7 @@ class RewardSample:
     ground_truth: Any
     data_source: str | None
     extra_info: Any
+    ability: Any = None
 
 
 @dataclass(frozen=True)

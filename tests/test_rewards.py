@@ -193,7 +193,7 @@ def test_reasoning_gym_metadata_may_be_json_text() -> None:
         ("def compute_score(response): return 0", ("response",)),
         ("def compute_score(ground_truth, response): return 0", ("response", "ground_truth")),
         ("def compute_score(*, extra_info, prompt): return 0", ("prompt", "extra_info")),
-        ("def compute_score(response, **others): return 0", ("prompt", "response", "ground_truth", "data_source", "extra_info")),
+        ("def compute_score(response, **others): return 0", ("prompt", "response", "ground_truth", "data_source", "extra_info", "ability")),
         ("def compute_score(response, strictness=3): return 0", ("response",)),
         ("class Judge:\n    def __call__(self, response): return 0\ncompute_score = Judge()", ("response",)),
     ],
@@ -364,7 +364,7 @@ def test_hung_calls_are_killed_and_the_workers_replaced(router: RewardRouter, ex
     rewards = scores.rewards
     seconds = time.monotonic() - started
     assert all(math.isnan(reward) for reward in rewards[:10]) and rewards[10:] == [1.0] * 10
-    assert 0.5 * 10 / 2 <= seconds < 0.5 * 10 / 2 + 6
+    assert 0.5 * 10 / 2 <= seconds < 0.5 * 10 / 2 + 15  # a new process takes its time on a busy machine
     assert (scores.abstained, len(scores.failures), scores.timed_out) == (0, 10, 10)
     deadline = time.monotonic() + 10
     while len(set(excluding.score(batch(*["pid"] * 32)).rewards)) < 2:  # two processes again

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-import os
 from collections import Counter
 from typing import Any
 
@@ -74,7 +73,7 @@ def sampling_settings(config: Config, stop_token_ids: tuple[int, ...]) -> Sampli
     )
 
 
-def build_engines(prepared: Prepared, device: torch.device, *, optimizer_steps: int) -> Engines:
+def build_engines(prepared: Prepared, device: torch.device, *, optimizer_steps: int, ranks_per_node: int) -> Engines:
     """All models of the run, loaded. Collective over the world."""
     config, grid = prepared.config, prepared.grid
     init_groups(grid, seed=config.seed)
@@ -87,9 +86,11 @@ def build_engines(prepared: Prepared, device: torch.device, *, optimizer_steps: 
     if "reference" in prepared.specs:
         engines.reference = _model(prepared, "reference", device, lr=None, optimizer_steps=optimizer_steps)
     if prepared.algorithm.online:
-        rollout = _rollout(prepared, actor, device)
+        rollout = _rollout(prepared, actor, device, ranks_per_node)
         bucket_bytes = config.rollout.bucket_mb * 1024**2
-        engines.hybrid = HybridEngine(actor, rollout, checksum_syncs=config.rollout.checksum_syncs, bucket_bytes=bucket_bytes)
+        engines.hybrid = HybridEngine(
+            actor, rollout, checksum_syncs=config.rollout.checksum_syncs, bucket_bytes=bucket_bytes, ranks_per_node=ranks_per_node
+        )
     return engines
 
 
@@ -125,7 +126,7 @@ def _model(prepared: Prepared, role: str, device: torch.device, *, lr: float | N
     return engine
 
 
-def _rollout(prepared: Prepared, actor: MegatronEngine, device: torch.device) -> RolloutEngine:
+def _rollout(prepared: Prepared, actor: MegatronEngine, device: torch.device, ranks_per_node: int) -> RolloutEngine:
     config, folder, spec = prepared.config, prepared.folders["actor"], prepared.specs["actor"]
     rollout = config.rollout
     dtype = getattr(torch, rollout.dtype)
@@ -140,8 +141,7 @@ def _rollout(prepared: Prepared, actor: MegatronEngine, device: torch.device) ->
             trust_remote_code=config.model.trust_remote_code,
         )
     assert isinstance(rollout.tensor, int)
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", prepared.world))
-    placement = place_replicas(spec, prepared.grid, actor.layouts(), tensor=rollout.tensor, ranks_per_node=per_node)
+    placement = place_replicas(spec, prepared.grid, actor.layouts(), tensor=rollout.tensor, ranks_per_node=ranks_per_node)
     return VllmRollout(
         folder,
         spec,

@@ -65,10 +65,13 @@ def train_on_this_rank(argv: list[str], world: World) -> int:
     _quiet_libraries()
     # What all ranks would say alike, rank 0 says.
     logging.basicConfig(level=logging.INFO if world.rank == 0 else logging.ERROR, format="%(message)s")
-    from tridentrl.trainer.rl_trainer import RLTrainer
-
     try:
-        trainer = RLTrainer(config_from(argv), world)
+        config = config_from(argv)
+        if config.trainer.device == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that no library here chooses the GPU by itself
+        from tridentrl.trainer.rl_trainer import RLTrainer
+
+        trainer = RLTrainer(config, world)
     except ValueError as error:
         # Every rank finds the same; one of each machine says it.
         return _refuse(error) if world.local_rank == 0 else BAD_INPUT

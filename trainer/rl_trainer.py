@@ -44,6 +44,8 @@ class RLTrainer:
 
     def __init__(self, config: Config, world: World | None = None) -> None:
         world = world or world_from_torchrun(os.environ) or ALONE
+        world.export(os.environ)  # Megatron-Core and vLLM look there
+        self.world = world
         self.prepared: Prepared = prepare(config, world=world.world_size)
         self.config = self.prepared.config
         self.run_folder = Path(self.config.output_dir) / self.config.exp_name
@@ -102,7 +104,9 @@ class RLTrainer:
         batches = prepared.batches
         responses = config.data.train_batch_size * batches.kept_per_prompt
         per_step = batches.update_epochs * -(-responses // (batches.mini_batch_size or responses))
-        self.engines = build_engines(prepared, self.device, optimizer_steps=self.total_steps * per_step)
+        self.engines = build_engines(
+            prepared, self.device, optimizer_steps=self.total_steps * per_step, ranks_per_node=self.world.local_world_size
+        )
         sampling = sampling_settings(config, end_of_sequence_ids(prepared.folders["actor"], self.tokenizer))
         self.context = TrainContext(
             self.engines,

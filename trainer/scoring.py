@@ -45,6 +45,7 @@ class Scorer:
                     ground_truth=row.ground_truth,
                     data_source=row.data_source,
                     extra_info=row.extra_info,
+                    ability=row.ability,
                 )
             )
         scores = _share([numbers[k] for k in mine], lambda: self.pool.collect(self.pool.submit(samples)))
