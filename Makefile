@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: install test lint docs demo demo-ppo demo-smollm2 clean
+.PHONY: install test test-kill lint docs demo demo-ppo demo-smollm2 clean
 
 install: .venv/installed
 
@@ -24,6 +24,10 @@ install: .venv/installed
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# Minutes: runs that are killed at random moments and resumed.
+test-kill: .venv/installed
+	$(RUN) -W ignore tests/killloop/killloop.py
 
 # The root is the package, whatever the clone's folder is called: mypy sees it under its name through a link.
 lint: .venv/installed
