@@ -33,7 +33,17 @@ from tridentrl.weights.cuts import Columns, Cut, GateUp, Replicated
 from tridentrl.weights.families import ModelSpec, spec_from_hf, weights_of
 from tridentrl.weights.families.decoder import Head
 from tridentrl.weights.folders import new_folder
-from tridentrl.weights.hf_io import check_tensors, copy_tokenizer, read_config, read_pieces, stored_tensors, stored_types, write_hf
+from tridentrl.weights.hf_io import (
+    GENERATION_FILES,
+    TOKENIZER_FILES,
+    check_tensors,
+    copy_files,
+    read_config,
+    read_pieces,
+    stored_tensors,
+    stored_types,
+    write_hf,
+)
 from tridentrl.weights.layouts import hf_layout, hf_shapes, megatron_layout
 from tridentrl.weights.pieces import Box, Piece, clip_local, shape_of, shift, whole
 from tridentrl.weights.torch_dist import RELEASE, TRACKER, Stored, TorchDistReader, checkpoint_in, stored
@@ -76,7 +86,7 @@ def hf_to_megatron(
     grid = Grid(tp=tensor, pp=pipeline)
     parts = [_parts_of(rank, spec, head, grid, dtype) for rank in range(grid.world)]
     with new_folder(Path(target), overwrite=overwrite) as folder:
-        copy_tokenizer(source, folder)
+        copy_files(source, folder, (*TOKENIZER_FILES, *GENERATION_FILES))
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         (folder / TRACKER).write_text(RELEASE)
         _write_torch_dist(folder / RELEASE, parts, _Assembler(files, spec, head, dtype), progress)

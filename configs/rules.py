@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from tridentrl.configs.convert import ConfigError
 from tridentrl.configs.model_spec import ModelSpec
@@ -51,6 +52,7 @@ def violations(config: Config, models: Mapping[str, ModelSpec], *, world: int, b
         *the_hf_backend_runs_on_one_rank(config),
         *training_samples_follow_the_policy(config),
         *a_micro_batch_holds_the_longest_sequence(config),
+        *the_run_has_a_folder_of_its_own(config),
         *something_ends_the_run(config),
         *the_schedule_has_an_end(config),
         *evaluation_has_files(config),
@@ -164,6 +166,12 @@ def a_micro_batch_holds_the_longest_sequence(config: Config) -> Violations:
             f"trainer.micro_batch_tokens={budget}: one micro-batch must hold the longest sequence, "
             f"{_longest_in_words(config)}; set trainer.micro_batch_tokens={longest} or more"
         )
+
+
+def the_run_has_a_folder_of_its_own(config: Config) -> Violations:
+    name = PurePath(config.exp_name)
+    if name.is_absolute() or not name.parts or ".." in name.parts:
+        yield f"exp_name={config.exp_name} must name a folder below output_dir={config.output_dir}; give a name without leading / and .."
 
 
 def something_ends_the_run(config: Config) -> Violations:

@@ -145,7 +145,7 @@ class OptimizerConfig:
     eps: Positive = 1e-8
     """Added to the root of the second moment. Adam's own default."""
     weight_decay: NotNegative = 0.01
-    """Decoupled weight decay. AdamW's own default."""
+    """Decoupled weight decay, of matrices only: Megatron-Core leaves out biases and norms. AdamW's own default."""
     warmup_steps: Index = 0
     """Optimizer steps over which the rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -195,6 +195,8 @@ class TrainerConfig:
     """Weight of the KL to the reference."""
     precision: Literal["auto", "fp32", "bf16-mixed"] = "auto"
     """bf16-mixed computes in bfloat16 and keeps float32 master weights. auto: fp32 on CPU, bf16-mixed on GPU."""
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the exported Hugging Face folders; auto: as the pretrained model was stored."""
     micro_batch_tokens: Count = 4096
     """Tokens (prompts and responses) of one micro-batch on each data-parallel rank. Changes memory and speed, never a gradient."""
     loggers: tuple[Literal["tensorboard", "jsonl", "wandb"], ...] = ("tensorboard", "jsonl")

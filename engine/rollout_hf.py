@@ -17,7 +17,10 @@ from tridentrl.weights.pieces import Piece
 
 
 class HfRollout:
-    """A transformers model whose weights come from the trainer. `batch_size`: sequences generated at once."""
+    """A transformers model whose weights come from the trainer.
+
+    batch_size: sequences generated at once. tokenizer_folder: needed for stop strings only.
+    """
 
     def __init__(
         self,
@@ -26,7 +29,7 @@ class HfRollout:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        needs_text: bool = False,
+        tokenizer_folder: str | None = None,
         batch_size: int = 256,
         trust_remote_code: bool = False,
     ) -> None:
@@ -35,7 +38,7 @@ class HfRollout:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).to(device).eval()
         self.model.requires_grad_(False)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code) if needs_text else None
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, trust_remote_code=trust_remote_code) if tokenizer_folder else None
 
     @torch.no_grad()
     def generate(self, requests: list[Request], sampling: Sampling) -> list[Completion]:

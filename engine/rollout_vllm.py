@@ -18,7 +18,7 @@ from tridentrl.weights.pieces import Piece
 class VllmRollout:
     """A vLLM engine whose weights start as noise and come from the trainer.
 
-    folder: Hugging Face folder with config.json and, for stop strings, the tokenizer; its weights are not read.
+    folder: Hugging Face folder with config.json; its weights are not read. tokenizer_folder: needed for stop strings only.
     max_length: tokens of prompt and response together.
     """
 
@@ -32,7 +32,7 @@ class VllmRollout:
         dtype: torch.dtype,
         run_id: str,
         seed: int = 0,
-        needs_text: bool = False,
+        tokenizer_folder: str | None = None,
         max_num_seqs: int = 256,
         prefix_caching: bool = True,
         enforce_eager: bool = True,
@@ -48,7 +48,8 @@ class VllmRollout:
         self.llm = LLM(
             model=folder,
             load_format="dummy",
-            skip_tokenizer_init=not needs_text,
+            tokenizer=tokenizer_folder,
+            skip_tokenizer_init=tokenizer_folder is None,
             trust_remote_code=trust_remote_code,
             # Sampling defaults come from our configuration, never from the model folder.
             generation_config="vllm",

@@ -149,10 +149,14 @@ class RewardPool:
             raise
         return Scores(rewards, abstained, failures, timed_out)
 
-    def judge(self, batch: Sequence[Scores]) -> None:
-        """Look at a whole batch, the parts of all ranks: raises RewardError when too much of it failed, warns when it cannot teach."""
+    def judge(self, batch: Sequence[Scores], *, watch: bool = True) -> None:
+        """Look at a whole batch, the parts of all ranks: raises RewardError when too much of it failed, warns when it cannot teach.
+
+        `watch`: whether this batch counts among those that should not all have one and the same reward (training, not evaluation).
+        """
         self._judge_failures([text for scores in batch for text in scores.failures], sum(len(scores.rewards) for scores in batch))
-        self._watch_for_equal([reward for scores in batch for reward in scores.rewards])
+        if watch:
+            self._watch_for_equal([reward for scores in batch for reward in scores.rewards])
 
     def _outcome(self, future: Future[worker.Outcome]) -> worker.Outcome:
         try:

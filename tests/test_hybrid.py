@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tiny import KINDS, tiny_folder, tiny_model, tiny_spec
 from warm_vllm import vllm as _warm  # noqa: F401
 
-from tridentrl.engine.hybrid import HybridEngine
+from tridentrl.engine.hybrid import HybridEngine, _check_every_parameter_is_covered
 from tridentrl.engine.megatron import MegatronEngine
 from tridentrl.engine.packing import Sequences
 from tridentrl.engine.placement import Placement, contiguous
@@ -27,6 +27,7 @@ from tridentrl.parallel.grid import Grid
 from tridentrl.parallel.groups import init_groups
 from tridentrl.parallel.optimizer import OptimizerSettings
 from tridentrl.weights.hf_io import export_hf, read_config
+from tridentrl.weights.layouts import vllm_layout, vllm_shapes
 
 GENERATOR = torch.Generator().manual_seed(11)
 PROMPTS = [torch.randint(2, 97, (length,), generator=GENERATOR).tolist() for length in (3, 40, 7, 40, 12)]
@@ -183,3 +184,27 @@ def test_every_family_generates_in_vllm_what_transformers_does() -> None:
         for gap, greedy in (rank[kind] for rank in reports):
             assert gap < 1e-4, kind
             assert greedy == expected, kind
+
+
+def test_a_parameter_that_the_trainer_does_not_fill_is_named() -> None:
+    spec = tiny_spec(tiny_folder("qwen2"))
+    shapes = vllm_shapes(spec, 1)
+    pieces = vllm_layout(spec, 1, 0)
+    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    _check_every_parameter_is_covered(spec, pieces, tensors)
+    renamed = {name.replace("layers.2.mlp.down_proj", "layers.2.mlp.renamed"): tensor for name, tensor in tensors.items()}
+    with pytest.raises(
+        RuntimeError, match=r"(?s)no such parameter.*layers.2.mlp.down_proj.weight.*not covered.*layers.2.mlp.renamed.weight"
+    ):
+        _check_every_parameter_is_covered(spec, pieces, renamed)
+
+
+def test_a_cache_that_is_not_reset_is_an_error() -> None:
+    class Engine:
+        def reset_prefix_cache(self) -> bool:
+            return False
+
+    rollout = object.__new__(VllmRollout)
+    rollout.llm = Engine()  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="prefix cache"):
+        rollout.weights_changed()

@@ -17,7 +17,7 @@ from toy_task import toy_overrides, toy_rows, write_arrow
 
 from tridentrl.configs.load import load_config
 from tridentrl.trainer.main_fastrl import main
-from tridentrl.trainer.rl_trainer import RLTrainer
+from tridentrl.trainer.rl_trainer import RLTrainer, own_folder
 
 REWARD = "reward.default=exact_match"
 
@@ -111,7 +111,12 @@ def command(*overrides: str) -> list[str]:
 
 def test_a_reward_that_raises_ends_all_ranks_with_its_traceback(tmp_path: Path) -> None:
     reward = tmp_path / "mine.py"
-    reward.write_text("def compute_score(response, ground_truth):\n    return int(ground_truth) / 0\n")
+    reward.write_text(
+        "import pathlib\n"
+        "def compute_score(response, ground_truth):\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'raised').touch()\n"
+        "    return int(ground_truth) / 0\n"
+    )
     overrides = [
         *toy_overrides(tmp_path),
         f"reward.custom_fn.path={reward}",
@@ -119,9 +124,8 @@ def test_a_reward_that_raises_ends_all_ranks_with_its_traceback(tmp_path: Path) 
         "parallel.tensor=2",
         "trainer.total_steps=2",
     ]
-    started = time.monotonic()
-    run = subprocess.run(command(*overrides, "--nproc_per_node=2"), capture_output=True, text=True, env=os.environ, timeout=120)
-    assert time.monotonic() - started < 60
+    run = subprocess.run(command(*overrides, "--nproc_per_node=2"), capture_output=True, text=True, timeout=240)
+    assert time.time() - (tmp_path / "raised").stat().st_mtime < 60
     assert run.returncode not in (0, 2)
     end = run.stderr[-1500:]
     assert "ZeroDivisionError" in end and "mine.py" in end and "row" in end and "sums" in end
@@ -141,7 +145,7 @@ def test_two_ranks_from_the_command_line_and_the_saved_configuration_runs_again(
         "trainer.total_steps=1",
         "algorithm.group_size=2",
     ]
-    first = subprocess.run(command(*overrides, "exp_name=first", "--nproc_per_node=2"), capture_output=True, text=True, timeout=120)
+    first = subprocess.run(command(*overrides, "exp_name=first", "--nproc_per_node=2"), capture_output=True, text=True, timeout=240)
     assert first.returncode == 0, first.stderr
     runs = [tmp_path / "outputs" / name for name in ("first", "again")]
     run_ranks(2, run_saved, runs[0] / "config.yaml")
@@ -156,3 +160,37 @@ def test_two_ranks_from_the_command_line_and_the_saved_configuration_runs_again(
     assert (runs[0] / "hf" / "step_1" / "tokenizer.json").exists()
     line = next(line for line in (first.stdout + first.stderr).splitlines() if line.startswith("[Step 1] KL"))
     assert "Reward: " in line and "Loss: " in line and "tokens/s" in line
+
+
+def test_settings_algorithm_and_model_are_refused_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [*toy_overrides(tmp_path), REWARD, "algorithm.epochs=0", "parallel.tensor=3", "exp_name=../elsewhere"]
+    message = refused([*overrides, f"model.tokenizer_name_or_path={tmp_path}/no-tokenizer"], capsys, tmp_path)
+    for part in ("algorithm.epochs=0", "parallel.tensor=3", "exp_name=../elsewhere", "model.tokenizer_name_or_path"):
+        assert part in message, message
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [*toy_overrides(tmp_path), REWARD]
+    foreign = tmp_path / "outputs" / "default" / "thesis.tex"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("years of work")
+    assert main(overrides) == 2
+    assert "is no run of ours" in capsys.readouterr().err
+    assert foreign.read_text() == "years of work"
+
+
+def test_two_runs_never_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [*toy_overrides(tmp_path), REWARD]
+    lock = own_folder(tmp_path / "outputs" / "default")
+    assert main(overrides) == 2
+    assert "another run writes to" in capsys.readouterr().err
+    lock.release()
+
+
+def test_weights_that_cannot_be_read_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [*toy_overrides(tmp_path), REWARD, "rollout.backend=hf"]
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    (code,) = run_ranks(1, main, overrides)
+    assert code == 2
+    assert not (tmp_path / "outputs" / "default").exists()

@@ -53,8 +53,10 @@ def behaviour(folder: str, run_id: str) -> dict[str, dict[str, Any]]:
     init_groups(Grid(), seed=1)
     spec = tiny_spec(folder)
     engines = {
-        "vllm": VllmRollout(folder, spec, placement=contiguous(1, 1), max_length=320, dtype=torch.float32, run_id=run_id, needs_text=True),
-        "hf": HfRollout(folder, spec, dtype=torch.float32, device=torch.device("cpu"), needs_text=True),
+        "vllm": VllmRollout(
+            folder, spec, placement=contiguous(1, 1), max_length=320, dtype=torch.float32, run_id=run_id, tokenizer_folder=folder
+        ),
+        "hf": HfRollout(folder, spec, dtype=torch.float32, device=torch.device("cpu"), tokenizer_folder=folder),
     }
     seen: dict[str, dict[str, Any]] = {name: {} for name in engines}
     for name, engine in engines.items():

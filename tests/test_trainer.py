@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from ranks import run_ranks
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from toy_task import toy_overrides, write_arrow
 from warm_vllm import vllm as _warm  # noqa: F401
 
@@ -116,7 +120,7 @@ def test_an_earlier_run_of_the_same_name_is_kept(tmp_path: Path) -> None:
     overrides = [*toy_overrides(tmp_path), "reward.default=exact_match", "rollout.backend=hf", "data.val_max_rows=2"]
     for _ in range(2):
         run_ranks(1, evaluate, overrides)
-    folders = sorted(path.name for path in (tmp_path / "outputs").iterdir())
+    folders = sorted(path.name for path in (tmp_path / "outputs").iterdir() if path.is_dir())
     assert len(folders) == 2 and folders[0] == "default" and folders[1].startswith("default.before-")
     for folder in folders:
         assert len(records(tmp_path / "outputs" / folder)) == 1
@@ -135,3 +139,49 @@ def test_a_run_whose_answers_are_mostly_cut_says_so_once(tmp_path: Path) -> None
     overrides = [*toy_overrides(tmp_path), *REWARD, "rollout.backend=hf", "rollout.ignore_eos=true", "trainer.total_steps=3"]
     (messages,) = run_ranks(1, warnings_of_a_run, [*overrides, "data.val_max_rows=1", "algorithm.group_size=2"])
     assert sum("100 % of the responses were cut at rollout.max_response_length=6" in message for message in messages) == 1
+
+
+def failure_of_a_run(overrides: list[str]) -> str:
+    with pytest.raises(RuntimeError) as error:
+        RLTrainer(load_config(overrides)).run()
+    return str(error.value)
+
+
+def test_a_run_that_changes_nothing_is_an_error_and_saves_nothing(tmp_path: Path) -> None:
+    common = [*toy_overrides(tmp_path), "rollout.backend=hf", "trainer.eval_at_start=false", "data.val_max_rows=1"]
+    abstains = tmp_path / "abstains.py"
+    abstains.write_text("def compute_score(response):\n    return None\n")
+    excluded = [*common, f"reward.custom_fn.path={abstains}", "trainer.total_steps=2", "exp_name=excluded"]
+    assert "the run made no update" in run_ranks(1, failure_of_a_run, excluded)[0]
+    cut = ["rollout.ignore_eos=true", "algorithm.mask_truncated=true", "trainer.total_steps=2", "exp_name=cut"]
+    assert "the run made no update" in run_ranks(2, failure_of_a_run, [*common, *REWARD, *cut])[1]
+    with safe_open(tmp_path / "model" / "model.safetensors", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    broken = ["algorithm.name=sft", "data.response_key=answer", "trainer.total_steps=9", "exp_name=broken"]
+    assert "5 updates in a row" in run_ranks(1, failure_of_a_run, [*common, *broken])[0]
+    for name in ("excluded", "cut", "broken"):
+        assert not (tmp_path / "outputs" / name / "hf").exists()
+        assert not list((tmp_path / "outputs" / name / "checkpoints").glob("step_*"))
+
+
+def test_export_keeps_dtype_tokenizer_and_generation_settings_of_their_own_folders(tmp_path: Path) -> None:
+    overrides = [*toy_overrides(tmp_path), *REWARD, "rollout.backend=hf", "trainer.total_steps=1", "data.val_max_rows=1"]
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    transformers.AutoModelForCausalLM.from_pretrained(model).bfloat16().save_pretrained(model)
+    tokenizer.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (model / file).rename(tokenizer / file)
+    (tokenizer / "generation_config.json").write_text('{"eos_token_id": 5}')
+    overrides += [f"model.tokenizer_name_or_path={tokenizer}", 'rollout.stop=["4","a"]', "trainer.loggers=[jsonl,tensorboard]"]
+    run_ranks(1, warnings_of_a_run, overrides)
+    exported = tmp_path / "outputs" / "default" / "hf" / "step_1"
+    assert {tensor.dtype for tensor in load_file(exported / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (exported / "tokenizer.json").read_text() == (tokenizer / "tokenizer.json").read_text()
+    assert json.loads((exported / "generation_config.json").read_text())["eos_token_id"] == 1
+    events = EventAccumulator(str(tmp_path / "outputs" / "default" / "tensorboard")).Reload()
+    (loss,) = events.Scalars("actor/loss")
+    (step,) = [record for record in records(tmp_path / "outputs" / "default") if "actor/loss" in record]
+    assert loss.step == 1 and loss.value == pytest.approx(step["actor/loss"], rel=1e-6)

@@ -119,10 +119,13 @@ def _model(prepared: Prepared, role: str, device: torch.device, *, lr: float | N
         device=device,
     )
     folder = prepared.folders[role]
-    if role != "critic":
-        engine.load(folder)
-    elif engine.load_value_model(folder, seed=config.seed):
-        log.info("critic: %s has no value head, a fresh one is drawn from seed %d", folder, config.seed)
+    try:
+        if role != "critic":
+            engine.load(folder)
+        elif engine.load_value_model(folder, seed=config.seed):
+            log.info("critic: %s has no value head, a fresh one is drawn from seed %d", folder, config.seed)
+    except ValueError as error:
+        raise ValueError(f"the pretrained {role}: {error}") from None
     return engine
 
 
@@ -136,7 +139,7 @@ def _rollout(prepared: Prepared, actor: MegatronEngine, device: torch.device, ra
             spec,
             dtype=dtype,
             device=device,
-            needs_text=bool(rollout.stop),
+            tokenizer_folder=prepared.tokenizer_folder if rollout.stop else None,
             batch_size=rollout.max_num_seqs,
             trust_remote_code=config.model.trust_remote_code,
         )
@@ -150,7 +153,7 @@ def _rollout(prepared: Prepared, actor: MegatronEngine, device: torch.device, ra
         dtype=dtype,
         run_id=run_ident(),
         seed=config.seed,
-        needs_text=bool(rollout.stop),
+        tokenizer_folder=prepared.tokenizer_folder if rollout.stop else None,
         max_num_seqs=rollout.max_num_seqs,
         prefix_caching=rollout.prefix_caching,
         enforce_eager=rollout.enforce_eager is True,
@@ -159,17 +162,22 @@ def _rollout(prepared: Prepared, actor: MegatronEngine, device: torch.device, ra
     )
 
 
-def build_reward_pool(config: Config, train: PromptDataset, val: PromptDataset | None) -> RewardPool:
-    """Worker processes of this rank; every data source of both sets is checked to have a reward."""
+def build_reward_router(config: Config, train: PromptDataset, val: PromptDataset | None) -> RewardRouter:
+    """Which reward scores what; ValueError when a data source of either set has none."""
     reward = config.reward
     sets = {"data.train_files": train} | ({"data.val_files": val} if val else {})
-    router = RewardRouter(
+    return RewardRouter(
         data_sources={key: Counter(dataset.data_sources) for key, dataset in sets.items()},
         custom_path=reward.custom_fn.path,
         custom_name=reward.custom_fn.name,
         default=reward.default,
         by_source=reward.by_source,
     )
+
+
+def build_reward_pool(config: Config, router: RewardRouter) -> RewardPool:
+    """Worker processes of this rank."""
+    reward = config.reward
     return RewardPool(
         router,
         workers=reward.workers,

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 MOSTLY_CUT = 0.5
 """Share of responses cut for length above which a warning is logged, once a run."""
+MOST_SKIPS_IN_A_ROW = 5
+"""Updates with a loss or gradient that is not finite, one after the other, that end the run."""
 EVALUATION = -1
 """Stands for the step in the seeds of evaluation samples, so that every evaluation draws the same noise."""
 
@@ -78,7 +80,8 @@ class TrainContext:
         self.step = 0
         self.step_log = StepLog()
         self.updates = 0
-        """Optimizer steps so far, of all models."""
+        """Optimizer steps so far, of all models, less those skipped."""
+        self._skipped_in_a_row = 0
         self._prompts: Sequence[PromptRow] = []
         """Rows of the step; a rollout's group id is its row's position here."""
         self._warned_of_cuts = False
@@ -197,11 +200,12 @@ class TrainContext:
 
     # Scores
 
-    def reward(self, rollouts: Rollouts) -> Tensor:
+    def reward(self, rollouts: Rollouts, *, watch: bool = True) -> Tensor:
+        """`watch`: this batch counts among those that should not all have one and the same reward."""
         assert self.scorer, "this algorithm has no rewards"
         with self.timer("reward"):
             rewards_N, metrics = self.scorer.score(
-                rollouts, [self._prompts[group] for group in rollouts.group_ids_N.tolist()], self.grid, self.step
+                rollouts, [self._prompts[group] for group in rollouts.group_ids_N.tolist()], self.grid, self.step, watch=watch
             )
         valid_N = rewards_N[~rewards_N.isnan()]
         metrics["reward/excluded"] = float(len(rewards_N) - len(valid_N))
@@ -267,18 +271,40 @@ class TrainContext:
                 chosen_N = torch.zeros(samples, dtype=torch.bool)
                 chosen_N[members] = True
                 batch = rollouts[chosen_N.to(self.device)]
-                self.updates += 1
-                self.step_log.add(
-                    engine.update(_sequences(batch), self._micro_loss(batch, loss), temperature=self.sampling.temperature), prefix
+                denominators = self._denominators(batch)
+                if denominators.tokens == 0:
+                    self.step_log.add({"empty_batches": 1.0}, prefix)
+                    continue
+                metrics = engine.update(
+                    _sequences(batch), self._micro_loss(batch, loss, denominators), temperature=self.sampling.temperature
                 )
+                self.step_log.add(metrics, prefix)
+                self._count_update(skipped=metrics["skipped_steps"] > 0, prefix=prefix)
 
-    def _micro_loss(self, batch: Rollouts, loss: PolicyLoss | ValueLoss) -> MicroLoss:
-        trained_n = torch.stack([part.sum() > 0 for part in batch.response_mask_R.split(batch.lengths_n.tolist())] or [torch.tensor(False)])
-        sizes = torch.stack([batch.response_mask_R.sum(), trained_n.sum().float().to(self.device)])
+    def _count_update(self, *, skipped: bool, prefix: str) -> None:
+        """Raises RuntimeError when too many updates in a row were skipped: that does not heal by itself."""
+        if not skipped:
+            self.updates += 1
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        log.warning("step %d: an update of the %s was skipped, its loss or gradient is not finite", self.step, prefix.rstrip("/"))
+        if self._skipped_in_a_row == MOST_SKIPS_IN_A_ROW:
+            raise RuntimeError(
+                f"{MOST_SKIPS_IN_A_ROW} updates in a row had a loss or gradient that is not finite. Look at the rewards and at"
+                " rollout/train_logprob_diff_max in metrics.jsonl, check the pretrained weights, and try a lower optimizer.lr"
+            )
+
+    def _denominators(self, batch: Rollouts) -> Denominators:
+        """Trained tokens and samples of `batch` over all data-parallel ranks."""
+        parts = batch.response_mask_R.split(batch.lengths_n.tolist())
+        trained = sum(bool(part.sum() > 0) for part in parts)
+        sizes = torch.tensor([batch.response_mask_R.sum().item(), trained], device=self.device)
         if self.data_group:
             dist.all_reduce(sizes, group=self.data_group)
-        denominators = Denominators(tokens=max(sizes[0].item(), 1.0), sequences=max(sizes[1].item(), 1.0))
+        return Denominators(tokens=sizes[0].item(), sequences=sizes[1].item())
 
+    def _micro_loss(self, batch: Rollouts, loss: PolicyLoss | ValueLoss, denominators: Denominators) -> MicroLoss:
         def micro_loss(outputs: tuple[Tensor, ...], packed: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             micro = MicroBatch(
                 response_mask=batch.response_mask_R[packed.rows_r],

@@ -6,8 +6,11 @@ import logging
 import os
 import runpy
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
@@ -26,6 +29,7 @@ from tridentrl.parallel.grid import Grid
 from tridentrl.weights.families import spec_from_hf
 from tridentrl.weights.hf_io import read_config
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MODEL_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja")
@@ -40,6 +44,7 @@ class Prepared:
     algorithm: Algorithm
     folders: dict[str, str]
     """Local folder of each role's pretrained model."""
+    tokenizer_folder: str
     specs: dict[str, ModelSpec]
     batches: Batches
     world: int
@@ -55,44 +60,92 @@ class Prepared:
 
 def prepare(config: Config, *, world: int) -> Prepared:
     """Resolve `config` for `world` processes. Raises ConfigError that lists everything wrong with the settings and the models' shapes."""
+    problems: list[str] = []
+    algorithm = _collect(problems, lambda: _algorithm(config))
+    roles = algorithm.roles(kl_coef=config.trainer.kl_coef) if algorithm else ("actor",)
+    folders, specs = {}, {}
+    for role in roles:
+        key, name = _pretrained(config, role)
+        folder = _collect(problems, partial(model_folder, name, key=key))
+        spec = _collect(problems, partial(_spec, folder), prefix=f"{key}={name}: ") if folder else None
+        if folder and spec:
+            folders[role], specs[role] = folder, spec
+    tokenizer = config.model.tokenizer_name_or_path
+    tokenizer_folder = folders.get("actor")
+    if tokenizer:
+        tokenizer_folder = _collect(problems, lambda: model_folder(tokenizer, key="model.tokenizer_name_or_path"))
+    _collect(problems, lambda: _check_machine(config, needs_vllm=algorithm is not None and algorithm.online))
+    on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
+    resolved = _collect(problems, lambda: resolve_layout(config, specs, world=world, device="cuda" if on_gpu else "cpu"))
+    batches = _batches(algorithm) if algorithm else Batches()
+    if resolved:
+        _collect(problems, lambda: check(resolved, specs, world=world, batches=batches))
+    if problems:
+        raise ConfigError(problems)
+    assert algorithm and resolved and tokenizer_folder
+    return Prepared(
+        config=resolved,
+        algorithm=algorithm,
+        folders=folders,
+        tokenizer_folder=tokenizer_folder,
+        specs=specs,
+        batches=batches,
+        world=world,
+    )
+
+
+def _collect(problems: list[str], make: Callable[[], T], *, prefix: str = "") -> T | None:
+    """What `make` returns; when it refuses, its reasons join `problems`, each once."""
+    try:
+        return make()
+    except ValueError as error:
+        for problem in getattr(error, "problems", [str(error)]):
+            if prefix + problem not in problems:
+                problems.append(prefix + problem)
+    return None
+
+
+def _algorithm(config: Config) -> Algorithm:
     if config.algorithm.path:
         run_algorithm_file(config.algorithm.path)
     kind = algorithm_class(config.algorithm.name)
-    algorithm = kind(typed_options(kind.Config, config.algorithm))
-    roles = algorithm.roles(kl_coef=config.trainer.kl_coef)
-    model = config.model
-    names = {
-        "actor": ("model.actor_pretrained_model_name_or_path", model.actor_pretrained_model_name_or_path),
-        "critic": ("model.critic_pretrained_model_name_or_path", model.critic_pretrained_model_name_or_path),
-        "reference": ("model.reference_pretrained_model_name_or_path", model.reference_pretrained_model_name_or_path),
-    }
-    folders, specs, problems = {}, {}, []
-    for role in roles:
-        key, name = names[role] if names[role][1] else names["actor"]
-        assert name
-        try:
-            folders[role] = model_folder(name, key=key)
-            specs[role] = spec_from_hf(read_config(folders[role]))
-        except ValueError as error:
-            if str(error) not in problems:
-                problems.append(str(error))
-    if problems:
-        raise ConfigError(problems)
-    if algorithm.online and config.rollout.backend == "vllm":
-        require_vllm()
-    device = config.trainer.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(["trainer.device=cuda, but torch sees no CUDA device; set trainer.device=auto or install a CUDA build of torch"])
-    found: Literal["cpu", "cuda"] = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-    batches = Batches(
+    return kind(typed_options(kind.Config, config.algorithm))
+
+
+def _spec(folder: str) -> ModelSpec:
+    return spec_from_hf(read_config(folder))
+
+
+def _pretrained(config: Config, role: str) -> tuple[str, str]:
+    """The setting that says where a role's model comes from, and its value."""
+    for key in (f"{role}_pretrained_model_name_or_path", "actor_pretrained_model_name_or_path"):
+        if name := getattr(config.model, key):
+            return f"model.{key}", name
+    raise AssertionError("the actor's name is required")
+
+
+def _batches(algorithm: Algorithm) -> Batches:
+    return Batches(
         samples_per_prompt=algorithm.samples_per_prompt,
         trained_per_prompt=getattr(algorithm.config, "top_k", None),
         mini_batch_size=algorithm.config.mini_batch_size,
         update_epochs=algorithm.config.epochs,
     )
-    resolved = resolve_layout(config, specs, world=world, device=found)
-    check(resolved, specs, world=world, batches=batches)
-    return Prepared(config=resolved, algorithm=algorithm, folders=folders, specs=specs, batches=batches, world=world)
+
+
+def _check_machine(config: Config, *, needs_vllm: bool) -> None:
+    """What must be installed, there and writable."""
+    problems = []
+    if config.trainer.device == "cuda" and not torch.cuda.is_available():
+        problems.append("trainer.device=cuda, but torch sees no CUDA device; set trainer.device=auto or install a CUDA build of torch")
+    if needs_vllm and config.rollout.backend == "vllm":
+        require_vllm()
+    folder = Path(config.output_dir, config.exp_name).absolute()
+    there = next(parent for parent in [folder, *folder.parents] if parent.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        problems.append(f"output_dir={config.output_dir}: {there} is no folder that can be written to; choose another output_dir")
+    if problems:
+        raise ConfigError(problems)
 
 
 def model_folder(name: str, *, key: str) -> str:

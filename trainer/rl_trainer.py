@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -23,10 +25,17 @@ from tridentrl.data.prompts import PromptDataset, PromptRow
 from tridentrl.data.sampler import PromptSampler, evaluation_batches, planned_steps
 from tridentrl.engine.rollout import Sampling
 from tridentrl.kernels.losses import kl_estimate
-from tridentrl.trainer.builders import build_engines, build_reward_pool, end_of_sequence_ids, init_distributed, sampling_settings
+from tridentrl.trainer.builders import (
+    build_engines,
+    build_reward_pool,
+    build_reward_router,
+    end_of_sequence_ids,
+    init_distributed,
+    sampling_settings,
+)
 from tridentrl.trainer.context import EVALUATION, TrainContext
 from tridentrl.trainer.metrics import MetricsWriter, drop_records_after, step_line, write_rows
-from tridentrl.trainer.prepare import Prepared, model_folder, prepare
+from tridentrl.trainer.prepare import Prepared, prepare
 from tridentrl.trainer.resume import find_checkpoint, restore, run_contents
 from tridentrl.trainer.scoring import Scorer
 from tridentrl.trainer.world import ALONE, World, world_from_torchrun
@@ -49,11 +58,14 @@ class RLTrainer:
         self.prepared: Prepared = prepare(config, world=world.world_size)
         self.config = self.prepared.config
         self.run_folder = Path(self.config.output_dir) / self.config.exp_name
-        self.tokenizer = load_tokenizer(self.config)
+        self.tokenizer = load_tokenizer(self.prepared)
         self._load_data()
         self.leads = world.rank == 0
         self.writer: MetricsWriter | None = None
-        self.pool = build_reward_pool(self.config, self.train_data, self.val_data) if self.prepared.algorithm.online else None
+        online = self.prepared.algorithm.online
+        router = build_reward_router(self.config, self.train_data, self.val_data) if online else None
+        self._lock = own_folder(self.run_folder) if self.leads else None
+        self.pool = build_reward_pool(self.config, router) if router else None
         self.device = init_distributed(world, cuda=self.config.trainer.device == "cuda")
         self.checkpoints = CheckpointStore(
             self.run_folder / "checkpoints", keep_last=self.config.trainer.keep_last, background=self.config.trainer.async_save
@@ -61,8 +73,8 @@ class RLTrainer:
         self.resumed = find_checkpoint(self.prepared, self.checkpoints, self.sampler)
         self.first_step = self.resumed.manifest.step + 1 if self.resumed else 1
         if self.first_step <= self.total_steps:
-            self._start_records()
             self._build()
+            self._start_records()
 
     def _load_data(self) -> None:
         config, data = self.config, self.config.data
@@ -82,10 +94,8 @@ class RLTrainer:
             self.checkpoints.set_aside_after(self.resumed.manifest.step)
             if self.leads:
                 drop_records_after(self.run_folder, self.resumed.manifest.step)
-        elif self.leads and self.run_folder.exists():
-            old = self.run_folder.with_name(f"{self.run_folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
-            self.run_folder.rename(old)
-            log.info("%s was there already and is now %s", self.run_folder, old)
+        elif self.leads and self.run_folder.exists() and any(self.run_folder.iterdir()):
+            log.info("%s was there already and is now %s", self.run_folder, move_aside(self.run_folder))
         if self.leads:
             first = self.first_step if self.resumed else 0
             self.writer = MetricsWriter(self.run_folder, self.config.trainer.loggers, config=to_dict(self.config), first_step=first)
@@ -134,16 +144,25 @@ class RLTrainer:
             last = step == self.total_steps
             if last or (trainer.eval_interval and step % trainer.eval_interval == 0):
                 metrics |= self.evaluate(step)
+            if last:
+                self._require_updates()
             if last or (trainer.save_interval and step % trainer.save_interval == 0):
                 self.save(step)
             self.checkpoints.poll()
         self.checkpoints.finish()
-        if not self.context.updates:
-            raise RuntimeError("the run made no update: every sample of every step was excluded; see reward/excluded in metrics.jsonl")
         if self.leads:
             log.info("finished after %d steps (%s); everything is in %s", self.total_steps, self.limit, self.run_folder)
         self.close()
         return metrics
+
+    def _require_updates(self) -> None:
+        """A run that changed nothing is an error, and nothing is saved of it."""
+        if not self.context.updates:
+            raise RuntimeError(
+                "the run made no update. Either every sample was left out (reward/excluded, reward/failed in metrics.jsonl: does the reward"
+                " return None?), or no token was trained (actor/empty_batches: algorithm.mask_truncated with answers that are all cut?),"
+                " or every update was not finite (actor/skipped_steps)"
+            )
 
     def _already_complete(self) -> dict[str, float]:
         if self.leads:
@@ -204,7 +223,7 @@ class RLTrainer:
         """One row per prompt, in order, on every rank."""
         assert self.context.scorer
         rollouts = self.context.sample(prompts, n=1, sampling=sampling, step=EVALUATION)
-        rewards_N = self.context.reward(rollouts)
+        rewards_N = self.context.reward(rollouts, watch=False)
         kl_n = self._kl_per_sample(rollouts)
         mine = []
         for number, text, kl in zip(rollouts.rows_n.tolist(), self.context.scorer.responses(rollouts), kl_n, strict=True):
@@ -240,6 +259,7 @@ class RLTrainer:
         In this order, so that a run with a checkpoint of its last step lacks nothing. Returns the actor's folder.
         """
         folder = self.run_folder / "hf" / f"step_{step}"
+        export_dtype = self.config.trainer.export_dtype
         for role, engine in (("actor", self.engines.actor), ("critic", self.engines.critic)):
             if engine:
                 source = self.prepared.folders[role]
@@ -250,8 +270,9 @@ class RLTrainer:
                     engine.tensors(),
                     folder if role == "actor" else folder.with_name(f"{folder.name}-critic"),
                     head=engine.head,
-                    dtype=torch.float32 if self.config.trainer.precision == "fp32" else torch.bfloat16,
-                    tokenizer_folder=self.config.model.tokenizer_name_or_path or source,
+                    dtype=None if export_dtype == "auto" else getattr(torch, export_dtype),
+                    tokenizer_folder=self.prepared.tokenizer_folder,
+                    generation_folder=source,
                     overwrite=True,  # of a step that is trained again after a resume
                 )
         self.checkpoints.save(step, run_contents(self.prepared, self.context, self.sampler))
@@ -263,18 +284,42 @@ class RLTrainer:
             self.pool.close()
         if self.writer:
             self.writer.close()
+        if self._lock:
+            self._lock.release()
 
 
-def load_tokenizer(config: Config) -> Any:
-    """The tokenizer of the configuration; ValueError names its key."""
-    model = config.model
-    key = "model.tokenizer_name_or_path" if model.tokenizer_name_or_path else "model.actor_pretrained_model_name_or_path"
-    name = model.tokenizer_name_or_path or model.actor_pretrained_model_name_or_path
-    folder = model_folder(name, key=key)
+def own_folder(run_folder: Path) -> FileLock:
+    """Hold the run folder for this run alone until the lock is released or the process ends. ValueError when another run holds it, or
+    when the folder holds something else than a run."""
+    if run_folder.exists() and any(run_folder.iterdir()) and not (run_folder / "config.yaml").exists():
+        raise ValueError(f"{run_folder} is there and is no run of ours (it has no config.yaml); choose another exp_name or output_dir")
+    run_folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(run_folder.with_name(f".{run_folder.name}.lock"))
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(f"another run writes to {run_folder} now; wait for it to end or choose another exp_name") from None
+    return lock
+
+
+def move_aside(run_folder: Path) -> Path:
+    """Give an earlier run's folder another name, and return that."""
+    stamp = f"{run_folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([run_folder.with_name(stamp)], (run_folder.with_name(f"{stamp}-{n}") for n in itertools.count(2)))
+    old = next(name for name in names if not name.exists())
+    run_folder.rename(old)
+    return old
+
+
+def load_tokenizer(prepared: Prepared) -> Any:
+    """The tokenizer of the configuration; ValueError names its key."""
+    model = prepared.config.model
+    key = "model.tokenizer_name_or_path" if model.tokenizer_name_or_path else "model.actor_pretrained_model_name_or_path"
+    try:
+        return AutoTokenizer.from_pretrained(prepared.tokenizer_folder, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{key}={name} has no tokenizer that transformers can load: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{key}: {prepared.tokenizer_folder} has no tokenizer that transformers can load: {reason}") from None
 
 
 def _mean(values: list[Any]) -> float:

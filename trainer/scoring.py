@@ -28,7 +28,9 @@ class Scorer:
             decode(tokens.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False) for tokens in response_tokens(rollouts)
         ]
 
-    def score(self, rollouts: Rollouts, rows_N: Sequence[PromptRow], grid: Grid, step: int) -> tuple[Tensor, dict[str, float]]:
+    def score(
+        self, rollouts: Rollouts, rows_N: Sequence[PromptRow], grid: Grid, step: int, *, watch: bool = True
+    ) -> tuple[Tensor, dict[str, float]]:
         """Rewards [N] (NaN: excluded) and counts for the metrics. A failure on one rank raises the same RewardError on all."""
         coord = grid.coord(dist.get_rank())
         sharers = grid.tp * grid.pp
@@ -49,7 +51,7 @@ class Scorer:
                 )
             )
         scores = _share([numbers[k] for k in mine], lambda: self.pool.collect(self.pool.submit(samples)))
-        self.pool.judge([part for _, part in scores])
+        self.pool.judge([part for _, part in scores], watch=watch)
         rewards_N = torch.zeros(len(rollouts))
         for numbers_of_rank, part in scores:
             rewards_N[numbers_of_rank] = torch.tensor(part.rewards, dtype=torch.float32)

@@ -32,8 +32,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADS: dict[Head, str] = {"lm": "lm_head.weight", "value": "score.weight"}
 STORED_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Names of data types in safetensors files."""
-COPIED = (
-    "generation_config.json",
+GENERATION_FILES = ("generation_config.json",)
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -44,7 +44,7 @@ COPIED = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files that travel unchanged from the source folder to an export."""
+"""Files that travel unchanged from a source folder to an export."""
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -172,9 +172,9 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
-def copy_tokenizer(source: str | os.PathLike[str], target: Path) -> None:
-    """The files of `COPIED` that `source` has."""
-    for name in COPIED:
+def copy_files(source: str | os.PathLike[str], target: Path, names: Sequence[str]) -> None:
+    """Those of `names` that `source` has."""
+    for name in names:
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, target / name)
 
@@ -189,6 +189,7 @@ def export_hf(
     head: Head = "lm",
     dtype: torch.dtype | None = None,
     tokenizer_folder: str | os.PathLike[str] | None = None,
+    generation_folder: str | os.PathLike[str] | None = None,
     group: dist.ProcessGroup | None = None,
     max_shard_bytes: int = 2 * 1024**3,
     bucket_bytes: int = 64 * 1024**2,
@@ -198,7 +199,8 @@ def export_hf(
 
     `source_pieces` has the layout of every rank, `tensors` are this rank's, only read. Rank 0 holds one file (`max_shard_bytes`) at a
     time. `dtype` None: that of the config the model came from. The folder appears complete or not at all; an existing one is replaced
-    only with `overwrite`. Raises ValueError for that, OSError when rank 0 cannot write, on every rank.
+    only with `overwrite`. generation_config.json comes from `generation_folder`
+    (None: the tokenizer's). Raises ValueError for an existing folder, OSError when rank 0 cannot write, on every rank.
     """
     dtype = dtype or getattr(torch, spec.dtype)
 
@@ -214,6 +216,7 @@ def export_hf(
         head=head,
         dtype=dtype,
         tokenizer_folder=tokenizer_folder,
+        generation_folder=generation_folder or tokenizer_folder,
         group=group,
         max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,
@@ -230,6 +233,7 @@ def write_hf(
     head: Head,
     dtype: torch.dtype,
     tokenizer_folder: str | os.PathLike[str] | None,
+    generation_folder: str | os.PathLike[str] | None = None,
     group: dist.ProcessGroup | None,
     max_shard_bytes: int,
     overwrite: bool,
@@ -248,7 +252,7 @@ def write_hf(
             fill(shard, gathered)
             writer.on_rank_0(partial(writer.add, file, gathered))
         config = exported_config(spec, hf_config, dtype=dtype, head=head)
-        writer.on_rank_0(partial(writer.finish, config, tokenizer_folder))
+        writer.on_rank_0(partial(writer.finish, config, tokenizer_folder, generation_folder or tokenizer_folder))
     except BaseException:
         writer.discard()
         raise
@@ -306,13 +310,19 @@ class _Writer:
         self.weight_map |= dict.fromkeys(tensors, file)
         self.total_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
-    def finish(self, config: Mapping[str, Any], tokenizer_folder: str | os.PathLike[str] | None) -> None:
+    def finish(
+        self,
+        config: Mapping[str, Any],
+        tokenizer_folder: str | os.PathLike[str] | None,
+        generation_folder: str | os.PathLike[str] | None,
+    ) -> None:
         if set(self.weight_map.values()) != {SINGLE}:
             self._json(INDEX, {"metadata": {"total_size": self.total_bytes}, "weight_map": self.weight_map})
         self._json("config.json", config)
         assert self.temporary
-        if tokenizer_folder is not None:
-            copy_tokenizer(tokenizer_folder, self.temporary)
+        for source, names in ((tokenizer_folder, TOKENIZER_FILES), (generation_folder, GENERATION_FILES)):
+            if source is not None:
+                copy_files(source, self.temporary, names)
         complete_folder(self.temporary, self.folder)
 
     def _json(self, name: str, content: Mapping[str, Any]) -> None:
