@@ -3,8 +3,9 @@
     make test-kill            25 runs of two ranks
     python tests/killloop/killloop.py --runs 3 --seed 7
 
-Every second kill hits one rank alone, the others both at once. A checkpoint is written after each step, every second run in the
-background, so that about half of the kills fall into a save. Not covered: the loss of what the operating system had not written (power).
+Half of the kills hit one rank alone, the others both at once. A checkpoint is written after each step, in every second run beside
+training, so that most kills fall into a save (or leave a rank alone that begins one). Not covered: power loss, where what the operating
+system had not written is gone.
 """
 
 from __future__ import annotations
