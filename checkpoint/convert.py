@@ -17,7 +17,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from tridentrl.parallel.grid import Coord, Grid, padded_vocab
+from tridentrl.parallel.grid import Grid, padded_vocab
 from tridentrl.weights.cuts import Columns, Cut, GateUp, Replicated
 from tridentrl.weights.families import ModelSpec, spec_from_hf, weights_of
 from tridentrl.weights.families.decoder import Head
@@ -46,7 +46,7 @@ from tridentrl.weights.hf_io import (
 )
 from tridentrl.weights.layouts import hf_layout, hf_shapes, megatron_layout
 from tridentrl.weights.pieces import Box, Piece, clip_local, shape_of, shift, whole
-from tridentrl.weights.torch_dist import RELEASE, TRACKER, Stored, TorchDistReader, checkpoint_in, stored
+from tridentrl.weights.torch_dist import OTHER_NAMES, RELEASE, TRACKER, Stored, TorchDistReader, checkpoint_in, stored
 
 T = TypeVar("T")
 Progress = Callable[[Sequence[T], str], Iterator[T]]
@@ -211,30 +211,33 @@ def _parts_of(rank: int, spec: ModelSpec, head: Head, grid: Grid, dtype: torch.d
     """What `rank` stores."""
     coord = grid.coord(rank)
     parts: list[_Part] = []
-    names: set[str] = set()
+    seen: set[tuple[str, int | None]] = set()
     for weight in weights_of(spec, head):
         template = "0." + (weight.megatron_fused or weight.megatron)
         stage = {"embedding": 0, "final": grid.pp - 1}.get(weight.at, coord.pp_rank)
-        if template in names or stage != coord.pp_rank:
+        if (template, weight.expert) in seen or stage != coord.pp_rank:
             continue
-        names.add(template)
-        shape, boxes = _cut(weight.cut, weight.cut.megatron(weight.shape, grid.tp, 0).shape, coord, grid.tp)
+        seen.add((template, weight.expert))
+        # Experts are whole on their rank; the first of the stage stores them all.
+        tp, tp_rank = (grid.tp, coord.tp_rank) if weight.expert is None else (1, coord.tp_rank)
+        shape, boxes = _cut(weight.cut, weight.cut.megatron(weight.shape, tp, 0).shape, tp, tp_rank)
         for layer in grid.layers(coord.pp_rank, 0, spec.num_layers) if weight.at == "layer" else (0,):
-            name = template.format(layer)
+            name = template.format(layer, weight.expert)
             where = stored(name, spec)
-            parts += [_Part(_tensor_item(where, shape, box, dtype), name, box) for box in boxes]
+            places = [where, *(replace(where, key=other) for ours, other in OTHER_NAMES.items() if ours == where.key)]
+            parts += [_Part(_tensor_item(place, shape, box, dtype), name, box) for place in places for box in boxes]
     return parts
 
 
-def _cut(cut: Cut, local: tuple[int, ...], coord: Coord, tp: int) -> tuple[tuple[int, ...], list[Box]]:
+def _cut(cut: Cut, local: tuple[int, ...], tp: int, tp_rank: int) -> tuple[tuple[int, ...], list[Box]]:
     """Shape of the unsplit parameter of which a rank holds `local`, and the boxes of it that the rank stores."""
-    if isinstance(cut, Replicated):
-        return local, [whole(local)] if coord.tp_rank == 0 else []
+    if isinstance(cut, Replicated) or tp == 1:
+        return local, [whole(local)] if tp_rank == 0 else []
     dim = 1 if isinstance(cut, Columns) else 0
     shape = tuple(size * tp if axis == dim else size for axis, size in enumerate(local))
     parts = 2 if isinstance(cut, GateUp) else 1  # [gate; up] are two tensors' worth of rows, each cut by itself
     block = tuple(size // parts if axis == dim else size for axis, size in enumerate(local))
-    starts = [(part * tp + coord.tp_rank) * block[dim] for part in range(parts)]
+    starts = [(part * tp + tp_rank) * block[dim] for part in range(parts)]
     return shape, [shift(whole(block), [start if axis == dim else 0 for axis in range(len(block))]) for start in starts]
 
 
@@ -242,6 +245,20 @@ def _tensor_item(where: Stored, shape: tuple[int, ...], box: Box, dtype: torch.d
     offsets, sizes = where.offsets([low for low, _ in box]), where.sizes(shape_of(box))
     data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype), where.sizes(shape, whole=True))
     return WriteItem(MetadataIndex(where.key, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _extra_states(spec: ModelSpec) -> Iterator[str]:
+    """Names of all objects of `EXTRA_STATES`; a layer's is numbered by the layer, an expert's by layer and expert."""
+    experts, layers = spec.num_experts, spec.num_layers
+    for module in EXTRA_STATES:
+        for layer in range(layers if ".layers." in module else 1):
+            if ".layers." not in module:
+                yield f"{module}._extra_state/shard_0_1"
+            elif experts and ".mlp." in module:
+                stem = module.replace(".mlp.", ".mlp.experts.experts.")
+                yield from (f"{stem}._extra_state/shard_{layer}.{expert}_{layers}.{experts}" for expert in range(experts))
+            else:
+                yield f"{module}._extra_state/shard_{layer}_{layers}"
 
 
 class _Assembler:
@@ -280,12 +297,7 @@ class _Resolver:
 
 def _write_torch_dist(folder: Path, by_rank: Sequence[Sequence[_Part]], assembler: _Assembler, progress: Progress[Any]) -> None:
     """The steps of torch.distributed.checkpoint.save, one rank after the other in this process."""
-    objects = [
-        WriteItem(MetadataIndex(f"{module}._extra_state/shard_{layer}_{layers}"), WriteItemType.BYTE_IO)
-        for module in EXTRA_STATES
-        for layers in [assembler.spec.num_layers if ".layers." in module else 1]
-        for layer in range(layers)
-    ]
+    objects = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in _extra_states(assembler.spec)]
     plans = [SavePlan([*(part.item for part in parts), *(objects if rank == 0 else ())]) for rank, parts in enumerate(by_rank)]
     plans, metadata = create_default_global_save_plan(plans)
     writer = FileSystemWriter(folder)
@@ -338,6 +350,12 @@ def megatron_args(spec: ModelSpec, grid: Grid, dtype: torch.dtype) -> argparse.N
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
+        num_experts=spec.num_experts or None,
+        moe_ffn_hidden_size=spec.expert_ffn_size or None,
+        moe_router_topk=spec.experts_per_token or 2,
+        moe_router_pre_softmax=bool(spec.num_experts) and not spec.normalized_routing,
+        moe_router_load_balancing_type="none",
+        moe_layer_freq=1,
         ckpt_format="torch_dist",
         use_dist_ckpt=True,
         consumed_train_samples=0,

@@ -39,6 +39,12 @@ class ModelSpec:
     activation: Activation = "silu"
     scaled_embedding: bool = False
     """Embeddings are multiplied by sqrt(hidden_size), rounded to their data type, before the first layer (Gemma)."""
+    num_experts: int = 0
+    """Feed-forward networks of each layer, of which a router picks some for each token; 0: one, for all tokens."""
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    normalized_routing: bool = False
+    """The weights of a token's chosen experts are made to sum to 1."""
     rope: Mapping[str, Any] = field(default_factory=dict)
     """`rope_parameters` in transformers 5 form: `rope_type`, `rope_theta` and the scaling fields."""
     dtype: str = "float32"

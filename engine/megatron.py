@@ -5,6 +5,7 @@ Shape legend as in engine.packing; every [R] result is known on all ranks of the
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -179,7 +180,7 @@ class MegatronEngine:
         assert self.training
         finite = torch.tensor(1.0, device=self.device)
         for chunk in self.training.chunks:
-            for buffer in chunk.buffers:
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
                 finite = finite * buffer.grad_data.isfinite().all()
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return bool(finite.item())
@@ -205,7 +206,14 @@ class MegatronEngine:
     def _pack(self, sequences: Sequences) -> list[PackedMicroBatch]:
         multiple = self.grid.tp if self.config.sequence_parallel else 1
         count_multiple = self.grid.pp if self.grid.vpp > 1 else 1
-        return pack(sequences, max_tokens=self.max_tokens, multiple=multiple, count_multiple=count_multiple, device=self.device)
+        cut = functools.partial(pack, sequences, max_tokens=self.max_tokens, multiple=multiple, device=self.device)
+        batches = cut(count_multiple=count_multiple)
+        if self.grid.ep > 1:
+            # Ranks that share experts exchange tokens in every layer, so they must run equally many micro-batches.
+            most = torch.tensor(len(batches), device=self.device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            batches = cut(count_multiple=int(most))
+        return batches
 
     def _run(self, batches: list[PackedMicroBatch], finish: Callable[[Tensor, PackedMicroBatch], Any], *, forward_only: bool) -> list[Any]:
         """Megatron's pipeline schedule. `finish` sees the last stage's outputs; its results, in order, are returned there, [] elsewhere."""

@@ -103,7 +103,14 @@ class VllmRollout:
 
 
 def _named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.data for name, parameter in model.named_parameters()}
+    """Live tensors; one that holds all experts of a layer counts as many, `<name>.<expert>`, as in the layouts."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3:
+            tensors |= {f"{name}.{expert}": part for expert, part in enumerate(parameter.data.unbind())}
+        else:
+            tensors[name] = parameter.data
+    return tensors
 
 
 def _completion(output: Any) -> Completion:

@@ -34,6 +34,7 @@ def prepare_vllm(run_id: str, placement: Placement, *, cpu: bool, kv_cache_gib: 
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     _do_not_compile()
     _keep_linear_weights_plain()
+    _keep_expert_weights_plain()
     _name_shared_memory_after_the_run(run_id)
 
 
@@ -72,6 +73,26 @@ def _keep_linear_weights_plain() -> None:
     import vllm._custom_ops as custom_ops
 
     custom_ops._supports_onednn = False
+
+
+def _keep_expert_weights_plain() -> None:
+    """vLLM repacks the experts' weights once after loading; here they are repacked for every forward pass, from the plain ones.
+
+    Slow, and for tests on CPU only. Can go with `_keep_linear_weights_plain`.
+    """
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    pack, run = cpu_moe.cpu_prepack_moe_weight, cpu_moe.cpu_fused_moe
+    if getattr(run, "repacks", False):
+        return
+
+    def cpu_fused_moe(output: Any, hidden: Any, w13: Any, w2: Any, *rest: Any) -> Any:
+        isa = rest[5]
+        return run(output, hidden, pack(w13, isa), pack(w2, isa), *rest)
+
+    cpu_fused_moe.repacks = True  # type: ignore[attr-defined]
+    cpu_moe.cpu_prepack_moe_weight = lambda weight, isa: weight
+    cpu_moe.cpu_fused_moe = cpu_fused_moe
 
 
 def _name_shared_memory_after_the_run(run_id: str) -> None:

@@ -114,6 +114,7 @@ def _patch_megatron_once() -> None:
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
     import megatron.core.tensor_parallel.random as megatron_random
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
@@ -124,7 +125,17 @@ def _patch_megatron_once() -> None:
         if hasattr(filesystem_async, name):
             setattr(filesystem_async, name, lambda *args, **kwargs: results)
 
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # Without Transformer Engine 0.16.1 forgets to define the name that its router asks for.
+        moe_utils.te_general_gemm = None
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
+
     _accept_torch_adamw(DistributedOptimizer)
+
+
+def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """The token dispatcher turns numbers of tokens into numpy arrays, as all_to_all needs them, only when they come from a GPU."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _accept_torch_adamw(optimizer_class: Any) -> None:

@@ -29,5 +29,7 @@ def init_groups(grid: Grid, *, seed: int) -> None:
             pipeline_model_parallel_size=grid.pp,
             virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
             context_parallel_size=grid.cp,
+            expert_model_parallel_size=grid.ep,
+            expert_tensor_parallel_size=1,
         )
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

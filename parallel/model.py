@@ -79,6 +79,19 @@ def transformer_config(
         recompute_fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute == "selective":
         recompute_fields = {"recompute_granularity": "selective"}
+    expert_fields: dict[str, Any] = {}
+    if spec.num_experts:
+        expert_fields = {
+            "num_moe_experts": spec.num_experts,
+            "moe_router_topk": spec.experts_per_token,
+            "moe_ffn_hidden_size": spec.expert_ffn_size,
+            # A softmax over the chosen is the softmax over all, made to sum to 1.
+            "moe_router_pre_softmax": not spec.normalized_routing,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "expert_model_parallel_size": grid.ep,
+            "expert_tensor_parallel_size": 1,
+        }
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -120,6 +133,7 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         **recompute_fields,
+        **expert_fields,
     )
 
 
@@ -143,6 +157,11 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, grid: Grid, *, head
             )
             if spec.rope.get("rope_type", "default") != "default":
                 model.rotary_pos_emb.inv_freq = _scaled_frequencies(spec).to(model.rotary_pos_emb.inv_freq.device)
+            for name, parameter in model.named_parameters():
+                if ".experts." in name:
+                    # Megatron-Core marks them so only where several ranks share experts; but one expert is whole on every tensor-parallel
+                    # rank, which sees its share of the tokens, so that gradients must be summed over other ranks than those of dense ones.
+                    parameter.allreduce = False
             if spec.scaled_embedding and model.pre_process:
                 model.embedding.register_forward_hook(functools.partial(_scale_embedding, scale=math.sqrt(spec.hidden_size)))
             if torch.cuda.is_available():
@@ -157,9 +176,10 @@ def _scale_embedding(module: torch.nn.Module, inputs: Any, output: Tensor, *, sc
 
 
 def _block_spec(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None) -> Any:
+    experts = spec.num_experts or None
     if uses_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=spec.qk_norm)
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm, num_experts=experts, moe_grouped_gemm=False)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=spec.qk_norm, num_experts=experts, moe_grouped_gemm=False)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules

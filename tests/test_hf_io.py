@@ -37,6 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "phi3": ("Phi3", {"pad_token_id": 0}),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
     "qwen2": ("Qwen2", {}),
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16}),

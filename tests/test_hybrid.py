@@ -161,13 +161,12 @@ def greedy_by_transformers(model: Any, prompt: list[int]) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-def families_into_vllm(folders: dict[str, str], run_id: str) -> dict[str, Any]:
-    grid = Grid(tp=2)
+def families_into_vllm(grid: Grid, folders: dict[str, str], run_id: str) -> dict[str, Any]:
     init_groups(grid, seed=1)
     result = {}
     for kind, folder in folders.items():
         rollout = vllm_engine(folder, contiguous(2, 2), run_id)
-        actor = MegatronEngine(tiny_spec(folder), grid, max_tokens=64)
+        actor = MegatronEngine(tiny_spec(folder), grid, max_tokens=64, sequence_parallel=True)
         actor.load(folder)
         HybridEngine(actor, rollout, checksum_syncs=1, bucket_bytes=1 << 20).sync()
         completions = rollout.generate(requests(), SAMPLED)
@@ -176,9 +175,19 @@ def families_into_vllm(folders: dict[str, str], run_id: str) -> dict[str, Any]:
     return result
 
 
-def test_every_family_generates_in_vllm_what_transformers_does() -> None:
-    folders = {kind: tiny_folder(kind, hidden_size=128) for kind in KINDS if kind != "qwen2"}
-    reports = run_ranks(2, families_into_vllm, folders, uuid.uuid4().hex, timeout_s=240)
+@pytest.mark.parametrize(
+    ("grid", "kinds"),
+    [
+        (Grid(tp=2), [kind for kind in KINDS if kind not in ("qwen2", "qwen3_moe")]),
+        # In processes of its own: vLLM makes a group for experts only if the first model has some.
+        (Grid(tp=2), ["qwen3_moe"]),
+        (Grid(dp=2, ep=2), ["qwen3_moe"]),
+    ],
+    ids=["dense", "experts on tp2", "experts on ep2"],
+)
+def test_every_family_generates_in_vllm_what_transformers_does(grid: Grid, kinds: list[str]) -> None:
+    folders = {kind: tiny_folder(kind, hidden_size=128) for kind in kinds}
+    reports = run_ranks(2, families_into_vllm, grid, folders, uuid.uuid4().hex, timeout_s=240)
     for kind, folder in folders.items():
         expected = [greedy_by_transformers(tiny_model(folder), prompt) for prompt in PROMPTS]
         for gap, greedy in (rank[kind] for rank in reports):

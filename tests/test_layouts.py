@@ -80,7 +80,7 @@ def expected_megatron(spec: ModelSpec, ids: dict[str, np.ndarray], tp: int, tp_r
     return expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3_moe"])
 @pytest.mark.parametrize(("kv_heads", "tp"), itertools.product([1, 2, 4, 8], [1, 2, 4, 8]))
 def test_megatron_layers_equal_the_reshaped_tensors(family: str, kv_heads: int, tp: int) -> None:
     spec = tiny_spec(family=family, num_kv_heads=kv_heads, head_dim=8, qkv_bias=FAMILIES[family].qkv_bias, qk_norm=FAMILIES[family].qk_norm)

@@ -136,16 +136,21 @@ def update_gradients(grid: Grid, folder: str, algorithm: str, head: str, max_tok
     metrics = engine.update(packed(members), micro_loss)
     assert engine.training
     for chunk in engine.training.chunks:
-        for buffer in chunk.buffers:
-            for bucket in buffer.buckets:
-                shard = bucket.grad_data.chunk(grid.dp)[grid.coord(dist.get_rank()).dp_rank].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, shard, group=parallel_state.get_data_parallel_group())
+        gather_gradients(chunk.buffers, parallel_state.get_data_parallel_group())
+        gather_gradients(chunk.expert_parallel_buffers, parallel_state.get_expert_data_parallel_group())
     gradients = {
         f"{number}.{name}": parameter.main_grad.clone()
         for number, chunk in enumerate(unwrap_model(engine.training.chunks))
         for name, parameter in chunk.named_parameters()
     }
     return engine.layouts()[dist.get_rank()], gradients, metrics
+
+
+def gather_gradients(buffers: list[Any], group: dist.ProcessGroup) -> None:
+    """With the distributed optimizer each rank of `group` has the summed gradient of its own share only."""
+    for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+        shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+        dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
 def loss_of(algorithm: str, head: str) -> Any:

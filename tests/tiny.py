@@ -42,6 +42,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 32}),
     "phi3": ("Phi3", {}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "tie_word_embeddings": False,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        },
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": False}),
 }
 
@@ -72,4 +83,7 @@ def tiny_spec(folder: str) -> ModelSpec:
 
 def tiny_model(folder: str, dtype: torch.dtype = torch.float32) -> Any:
     """The same model in transformers."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    if model.config.model_type == "qwen3_moe":
+        model.set_experts_implementation("eager")  # the default's grouped product has no float64
+    return model

@@ -1,8 +1,7 @@
 """How one Hugging Face tensor is cut over tensor-parallel ranks, in Megatron and in vLLM.
 
 A cut answers with a `Shard`: the full shape of the local tensor it lies in (padding and fused neighbours included) and the pairs of
-boxes (in the Hugging Face tensor, in the local tensor) that this rank holds. A cut sees only its own tensor-parallel axis, so expert
-tensors are cut by the same classes, given the expert axis' size and rank.
+boxes (in the Hugging Face tensor, in the local tensor) that this rank holds.
 """
 
 from __future__ import annotations
@@ -135,11 +134,11 @@ class QkvSlot:
             )
 
 
-def share(what: str, size: int, tp: int) -> int:
-    """`size` / `tp`; raises ValueError when it does not divide."""
-    if size % tp:
-        raise ValueError(f"{size} {what} do not divide by tensor-parallel size {tp}; choose a size that divides {size}")
-    return size // tp
+def share(what: str, size: int, ranks: int, axis: str = "tensor-parallel") -> int:
+    """`size` / `ranks`; raises ValueError when it does not divide."""
+    if size % ranks:
+        raise ValueError(f"{size} {what} do not divide by {axis} size {ranks}; choose a size that divides {size}")
+    return size // ranks
 
 
 def take_rows(shape: Shape, segments: list[tuple[int, int, int]], block: tuple[int, int]) -> Shard:

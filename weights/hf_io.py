@@ -262,6 +262,8 @@ def exported_config(spec: ModelSpec, hf_config: Mapping[str, Any], *, dtype: tor
     """config.json of an export: the original's keys, with data type and rotary settings in the forms of transformers 4 and 5."""
     name = str(dtype).removeprefix("torch.")
     config = {**hf_config, "dtype": name, "torch_dtype": name, **both_forms(spec.rope)}
+    if spec.num_experts:
+        config |= {"num_experts": spec.num_experts, "num_local_experts": spec.num_experts}  # for transformers 4 and 5
     if head == "value":
         models = [str(model).split("For")[0] + "ForSequenceClassification" for model in hf_config.get("architectures") or ()]
         config |= {"architectures": models, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

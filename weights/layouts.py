@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tridentrl.configs.model_spec import ModelSpec
 from tridentrl.parallel.grid import Grid
-from tridentrl.weights.cuts import Shard
+from tridentrl.weights.cuts import Shard, share
 from tridentrl.weights.families import weights_of
 from tridentrl.weights.families.decoder import Head, Weight
 from tridentrl.weights.pieces import Piece, Shape, shift, whole
@@ -81,9 +81,16 @@ def _megatron(spec: ModelSpec, grid: Grid, rank: int, head: Head, fused_norms: b
             if not here[weight.at]:
                 continue
             name = weight.megatron_fused if fused_norms and weight.megatron_fused else weight.megatron
-            shard = weight.cut.megatron(weight.shape, grid.tp, coord.tp_rank)
+            slot = 0
+            if weight.expert is None:
+                shard = weight.cut.megatron(weight.shape, grid.tp, coord.tp_rank)
+            else:
+                holder, slot = divmod(weight.expert, share("experts", spec.num_experts, grid.ep, "expert-parallel"))
+                if holder != grid.ep_rank(rank):
+                    continue
+                shard = weight.cut.megatron(weight.shape, 1, 0)
             for local, layer in enumerate(layers if weight.at == "layer" else (0,)):
-                yield weight.hf.format(layer), f"{chunk}.{name.format(local)}", weight, shard
+                yield weight.hf.format(layer), f"{chunk}.{name.format(local, slot)}", weight, shard
 
 
 def _vllm(spec: ModelSpec, tp: int, tp_rank: int) -> Iterator[Placed]:

@@ -1,7 +1,8 @@
 """Megatron-Core's distributed checkpoints (`torch_dist`): where each tensor of a model is in them, and reading it in one process.
 
-A checkpoint stores whole tensors, cut in any way: all layers of one parameter are one tensor with the layer as its first dim. Names are
-those of Transformer Engine layers (norms belong to the projection that follows), whichever layers wrote it.
+A checkpoint stores whole tensors, cut in any way: all layers of one parameter are one tensor with the layer as its first dim, and all
+experts of it have the expert as the second. Names are those of Transformer Engine layers (norms belong to the projection that follows),
+whichever layers wrote it.
 """
 
 from __future__ import annotations
@@ -32,32 +33,38 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """What the pointer says, and the folder is called, for weights that no run of Megatron-LM has trained."""
 _LAYER = re.compile(r"0\.decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+OTHER_NAMES = {"decoder.layers.pre_mlp_layernorm.weight": "decoder.layers.mlp.linear_fc1.layer_norm_weight"}
+"""The norm before experts: its name in Transformer Engine layers, and the one that Megatron-Core's local layers give it."""
 _MODEL = ("embedding.", "decoder.", "output_layer.")
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Place of a parameter of the unsplit model: `key` in the checkpoint and, for a layer's, which of `layers` it is there."""
+    """Place of a parameter of the unsplit model: `key` in the checkpoint, and (number, count) for the layer and the expert it is of."""
 
     key: str
-    layer: int | None = None
-    layers: int = 1
+    index: tuple[tuple[int, int], ...] = ()
 
     def offsets(self, offsets: Sequence[int]) -> torch.Size:
         """`offsets` within the parameter as offsets within the stored tensor."""
-        return torch.Size(offsets if self.layer is None else (self.layer, *offsets))
+        return torch.Size([*(number for number, _ in self.index), *offsets])
 
     def sizes(self, sizes: Sequence[int], *, whole: bool = False) -> torch.Size:
         """`sizes` of a part of the parameter as sizes within the stored tensor; `whole`: of the stored tensor itself."""
-        return torch.Size(sizes if self.layer is None else (self.layers if whole else 1, *sizes))
+        return torch.Size([*(count if whole else 1 for _, count in self.index), *sizes])
 
 
 def stored(name: str, spec: ModelSpec) -> Stored:
     """Where the parameter that a layout with `Grid()` and fused norms calls `name` is stored."""
     match = _LAYER.fullmatch(name)
-    if match:
-        return Stored(f"decoder.layers.{match[2]}", int(match[1]), spec.num_layers)
-    return Stored(name.removeprefix("0."))
+    if not match:
+        return Stored(name.removeprefix("0."))
+    layer = (int(match[1]), spec.num_layers)
+    of_expert = _EXPERT.fullmatch(match[2])
+    if of_expert:
+        return Stored(f"decoder.layers.mlp.experts.experts.{of_expert[2]}", (layer, (int(of_expert[1]), spec.num_experts)))
+    return Stored(f"decoder.layers.{match[2]}", (layer,))
 
 
 def checkpoint_in(folder: str | os.PathLike[str]) -> Path | None:
@@ -94,7 +101,11 @@ class TorchDistReader:
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"{checkpoint / '.metadata'} cannot be read ({error}); the checkpoint is damaged or incomplete") from None
         self._files.set_up_storage_reader(self._metadata, True)
-        head = self._tensors().get("output_layer.weight")
+        self._tensors = {
+            key: value for key, value in self._metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
+        }
+        self._keys = {ours: other for ours, other in OTHER_NAMES.items() if spec.num_experts and ours not in self._tensors}
+        head = self._tensors.get("output_layer.weight")
         self.head: Head = "value" if head is not None and head.size == (1, spec.hidden_size) else "lm"
         self._shapes = megatron_shapes(spec, Grid(), 0, head=self.head, fused_norms=True)
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
@@ -106,7 +117,7 @@ class TorchDistReader:
     @property
     def dtype(self) -> torch.dtype:
         """Of the embedding."""
-        return self._tensors()["embedding.word_embeddings.weight"].properties.dtype
+        return self._tensors["embedding.word_embeddings.weight"].properties.dtype
 
     @torch.no_grad()
     def fill(self, targets: Sequence[Piece], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -125,25 +136,25 @@ class TorchDistReader:
         if self._last is None or self._last[0] != name:
             self._last = None
             where, shape = stored(name, self.spec), self._shapes[name]
-            value = torch.empty(where.sizes(shape), dtype=self._tensors()[where.key].properties.dtype)
+            key = self._keys.get(where.key, where.key)
+            value = torch.empty(where.sizes(shape), dtype=self._tensors[key].properties.dtype)
             chunk = ChunkStorageMetadata(where.offsets([0] * len(shape)), where.sizes(shape))
-            items = create_read_items_for_chunk_list(where.key, self._tensors()[where.key], [chunk])
+            items = create_read_items_for_chunk_list(key, self._tensors[key], [chunk])
             try:
                 self._files.read_data(LoadPlan(items), _Into(value))  # type: ignore[arg-type]
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                raise ValueError(f"{where.key} cannot be read from {self.folder} ({error}); the checkpoint is damaged") from None
+                raise ValueError(f"{key} cannot be read from {self.folder} ({error}); the checkpoint is damaged") from None
             self._last = (name, value.view(shape))
         return self._last[1]
 
-    def _tensors(self) -> dict[str, TensorStorageMetadata]:
-        return {key: value for key, value in self._metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)}
-
     def _check(self) -> None:
-        found = {key: tuple(value.size) for key, value in self._tensors().items() if key.startswith(_MODEL)}
+        found = {key: tuple(value.size) for key, value in self._tensors.items() if key.startswith(_MODEL)}
         expected: dict[str, Shape] = {}
         for name, shape in self._shapes.items():
             where = stored(name, self.spec)
-            expected[where.key] = tuple(where.sizes(shape, whole=True))
+            expected[self._keys.get(where.key, where.key)] = tuple(where.sizes(shape, whole=True))
+        if self.spec.num_experts:
+            found = {key: shape for key, shape in found.items() if key not in OTHER_NAMES.values() or key in expected}
         vocabulary = [key for key in expected if key.endswith(("word_embeddings.weight", "output_layer.weight")) and self.head == "lm"]
         for key in {*vocabulary, "embedding.word_embeddings.weight"} & found.keys():
             # However many rows of padding there are.

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tridentrl.configs.model_spec import ModelSpec as ModelSpec  # the type of what this package makes
-from tridentrl.weights.families import gemma, llama, mistral, phi3, qwen2, qwen3
+from tridentrl.weights.families import gemma, llama, mistral, phi3, qwen2, qwen3, qwen3_moe
 from tridentrl.weights.families.decoder import Head, Weight
 from tridentrl.weights.families.family import Family, HfConfig
 from tridentrl.weights.families.rope import rope_parameters
 
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (gemma, llama, mistral, phi3, qwen2, qwen3)}
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (gemma, llama, mistral, phi3, qwen2, qwen3, qwen3_moe)}
 BY_MODEL_TYPE: dict[str, Family] = {model_type: family for family in FAMILIES.values() for model_type in family.model_types}
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -44,10 +44,11 @@ def spec_from_hf(hf_config: Mapping[str, Any]) -> ModelSpec:
     if problems:
         raise ValueError(f"this {model_type} model cannot be used: " + "; ".join(problems))
     heads = int(config["num_attention_heads"])
+    sizes: dict[str, Any] = {name: int(config[key]) for name, key in SIZES.items()}
     return ModelSpec(
         family=family.name,
         hf_type=str(model_type),
-        **{name: int(config[key]) for name, key in SIZES.items()},
+        **sizes,
         num_kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
         max_positions=family.max_positions(config),
@@ -58,6 +59,7 @@ def spec_from_hf(hf_config: Mapping[str, Any]) -> ModelSpec:
         norm_offset=family.norm_offset,
         activation=family.activations[config.get("hidden_act", "silu")],
         scaled_embedding=family.scaled_embedding,
+        **family.experts(config),
         rope=rope_parameters(config),
         dtype=_dtype(config),
     )

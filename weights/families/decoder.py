@@ -33,6 +33,8 @@ class Weight:
     cut: Cut
     at: Literal["embedding", "layer", "final"]
     """First stage, every layer, or last stage."""
+    expert: int | None = None
+    """Which of its layer's experts this belongs to. The second `{}` of its Megatron name is that expert's number on its rank."""
 
 
 def decoder_weights(spec: ModelSpec, head: Head = "lm") -> list[Weight]:

@@ -33,6 +33,8 @@ class Family:
     scaled_embedding: bool = False
     activations: Mapping[str, Activation] = field(default_factory=lambda: {"silu": "silu", "swish": "silu"})
     """What a config's `hidden_act` may say, and what is computed then."""
+    experts: Callable[[HfConfig], Mapping[str, Any]] = lambda config: {}
+    """The fields of ModelSpec that say how many experts there are and how they are chosen."""
     refusals: Callable[[HfConfig], Iterator[str]] = no_refusals
     """Yields one sentence for every feature of this config that cannot be trained here."""
     max_positions: Callable[[HfConfig], int] = lambda config: int(config["max_position_embeddings"])
