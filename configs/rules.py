@@ -47,6 +47,7 @@ def violations(config: Config, models: Mapping[str, ModelSpec], *, world: int, b
         *the_grid_fills_the_world(config, world),
         *context_parallel_is_one(config),
         *virtual_pipeline_needs_a_pipeline(config),
+        *ranks_that_share_experts_fill_a_stage(config, world),
         *sequence_parallel_needs_tensor_parallel(config),
         *engines_fill_the_world(config, world),
         *the_hf_backend_runs_on_one_rank(config),
@@ -63,7 +64,11 @@ def violations(config: Config, models: Mapping[str, ModelSpec], *, world: int, b
             *tensor_parallel_divides_ffn(role, spec, config.parallel.tensor, "parallel.tensor"),
             *pipeline_divides_layers(role, spec, config),
             *the_sequence_fits_the_positions(role, spec, config),
+            *experts_are_shared_evenly(role, spec, config),
+            *experts_need_sequence_parallel(role, spec, config),
         ]
+    if "actor" in models:
+        found += the_hf_backend_has_no_experts(models["actor"], config)
     if "actor" in models and config.rollout.backend == "vllm":
         found += [
             *tensor_parallel_divides_heads("rollout engine", models["actor"], config.rollout.tensor, "rollout.tensor"),
@@ -113,6 +118,41 @@ def virtual_pipeline_needs_a_pipeline(config: Config) -> Violations:
             f"parallel.virtual_pipeline={parallel.virtual_pipeline}: stages are split into chunks only where there are at least two, and "
             "parallel.pipeline=1; set parallel.virtual_pipeline=1 or parallel.pipeline=2 or more"
         )
+
+
+def ranks_that_share_experts_fill_a_stage(config: Config, world: int) -> Violations:
+    expert, pipeline = config.parallel.expert, config.parallel.pipeline
+    stage = world // pipeline if isinstance(pipeline, int) else world
+    if stage % expert:
+        yield (
+            f"parallel.expert={expert}: groups of {expert} ranks must fill the {stage} ranks of a pipeline stage; "
+            f"set parallel.expert to one of {_listed(divisors(stage))}"
+        )
+
+
+def experts_are_shared_evenly(role: str, spec: ModelSpec, config: Config) -> Violations:
+    expert = config.parallel.expert
+    if not spec.num_experts and expert > 1:
+        yield f"parallel.expert={expert}: the {role} is a {spec.hf_type}, which has no experts to share; set parallel.expert=1"
+    if spec.num_experts % expert:
+        yield (
+            f"parallel.expert={expert}: the {role} has {spec.num_experts} experts, which must divide among {expert} ranks; "
+            f"set parallel.expert to one of {_listed(divisors(spec.num_experts))}"
+        )
+
+
+def experts_need_sequence_parallel(role: str, spec: ModelSpec, config: Config) -> Violations:
+    parallel = config.parallel
+    if spec.num_experts and parallel.tensor != 1 and parallel.sequence_parallel is False:
+        yield (
+            f"parallel.sequence_parallel=false: the {role} has experts, and tensor-parallel ranks (parallel.tensor={parallel.tensor}) must "
+            "each bring them tokens of their own; set parallel.sequence_parallel=auto"
+        )
+
+
+def the_hf_backend_has_no_experts(spec: ModelSpec, config: Config) -> Violations:
+    if spec.num_experts and config.rollout.backend == "hf":
+        yield f"rollout.backend=hf: it cannot take new weights for the experts of a {spec.hf_type}; set rollout.backend=vllm"
 
 
 def sequence_parallel_needs_tensor_parallel(config: Config) -> Violations:
@@ -209,11 +249,14 @@ def tensor_parallel_divides_heads(role: str, spec: ModelSpec, tensor: int | str,
 
 
 def tensor_parallel_divides_ffn(role: str, spec: ModelSpec, tensor: int | str, key: str) -> Violations:
-    if isinstance(tensor, int) and spec.ffn_size % tensor:
-        nearest = max(size for size in divisors(spec.ffn_size) if size < tensor)
+    if spec.num_experts and key == "parallel.tensor":
+        return  # the trainer keeps every expert whole
+    ffn_size = spec.expert_ffn_size or spec.ffn_size
+    if isinstance(tensor, int) and ffn_size % tensor:
+        nearest = max(size for size in divisors(ffn_size) if size < tensor)
         yield (
-            f"{key}={tensor}: the {role} has feed-forward layers of {spec.ffn_size}, which must divide among {tensor} ranks; "
-            f"set {key} to a divisor of {spec.ffn_size}, such as {nearest}"
+            f"{key}={tensor}: the {role} has feed-forward layers of {ffn_size}, which must divide among {tensor} ranks; "
+            f"set {key} to a divisor of {ffn_size}, such as {nearest}"
         )
 
 

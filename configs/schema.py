@@ -88,6 +88,8 @@ class ParallelConfig:
     """Model chunks per stage (interleaved schedule); 1: no interleaving. Smaller bubble, more messages."""
     context: Count = 1
     """Ranks that share each sequence. Only 1 is supported yet."""
+    expert: Count = 1
+    """Ranks that share the experts of a layer, among the tensor x context x data ranks of a stage. Each expert is whole on its rank."""
     sequence_parallel: Literal["auto"] | bool = "auto"
     """Split activations between the tensor-parallel matrices along the sequence too. auto: on when tensor > 1, for its memory."""
     recompute: Literal["none", "selective", "full"] = "none"

@@ -29,6 +29,9 @@ THIRDS = spec(num_heads=6, num_kv_heads=3, ffn_size=96, vocab_size=192)
 """Divides among three ranks in every way."""
 
 
+EXPERTS = spec(hf_type="qwen3_moe", num_experts=4, experts_per_token=2, expert_ffn_size=48, ffn_size=50)
+
+
 def load(*overrides: str) -> Config:
     return load_config(["data.train_files=a", "model.actor_pretrained_model_name_or_path=m", *overrides])
 
@@ -57,6 +60,12 @@ def test_the_defaults_break_no_rule() -> None:
         (["parallel.virtual_pipeline=2"], None, 1, "parallel.virtual_pipeline=2: stages are split into chunks only"),
         (["parallel.tensor=2", "parallel.pipeline=2"], None, 6, "the 6 processes must be a multiple of that; start 4 or 8 processes"),
         (["parallel.tensor=4"], None, 2, "start 4 processes"),
+        (["parallel.expert=2"], None, 2, "parallel.expert=2: the actor is a llama, which has no experts to share"),
+        (["parallel.expert=3"], EXPERTS, 3, "4 experts, which must divide among 3 ranks; set parallel.expert to one of 1, 2, 4"),
+        (["parallel.expert=4", "parallel.pipeline=2"], EXPERTS, 4, "must fill the 2 ranks of a pipeline stage"),
+        (["parallel.tensor=2", "parallel.sequence_parallel=false"], EXPERTS, 2, "parallel.sequence_parallel=false: the actor has experts"),
+        (["rollout.tensor=32"], spec(num_experts=4, expert_ffn_size=48, num_heads=32), 32, "feed-forward layers of 48"),
+        (["rollout.backend=hf"], EXPERTS, 1, "rollout.backend=hf: it cannot take new weights for the experts of a qwen3_moe"),
         (["parallel.context=2"], None, 2, "parallel.context=2: context parallelism is not supported yet"),
         (["parallel.sequence_parallel=true"], None, 1, "parallel.sequence_parallel=true: it divides the sequence"),
         (["rollout.tensor=3"], THIRDS, 4, "engines of 3 ranks must fill the 4 processes; set rollout.tensor to one of 1, 2, 4"),
@@ -80,6 +89,7 @@ def test_one_broken_rule_is_one_text_with_value_rule_and_fix(overrides: list[str
 @pytest.mark.parametrize(
     ("overrides", "model", "world"),
     [
+        (["parallel.tensor=4", "parallel.expert=4"], EXPERTS, 4),  # each expert is whole, so 50 rows of it need not divide
         (["parallel.tensor=2"], spec(vocab_size=97), 2),  # Megatron pads the vocabulary
         (["parallel.tensor=8"], spec(num_kv_heads=2), 8),  # more ranks than key-value heads: heads are copied
         (["parallel.tensor=2"], spec(num_heads=8, num_kv_heads=4), 2),

@@ -124,6 +124,10 @@ def test_an_unknown_model_type_lists_the_known_ones_and_the_way_to_add_one() -> 
         (llama(model_type="gemma", hidden_act="gelu", use_bidirectional_attention=True), ["use_bidirectional_attention=true"]),
         (llama(model_type="phi3", rope_scaling={"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}), ["longrope"]),
         (llama(model_type="phi3", partial_rotary_factor=0.75), ["partial_rotary_factor=0.75"]),
+        (llama(model_type="qwen3_moe", mlp_only_layers=[1]), ["mlp_only_layers=[1]"]),
+        (llama(model_type="qwen3_moe", decoder_sparse_step=2), ["decoder_sparse_step=2"]),
+        (llama(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=8), ["num_experts_per_tok=8", "num_experts=4"]),
+        (llama(model_type="qwen3_moe", num_experts=4, num_local_experts=8), ["num_experts=4", "num_local_experts=8", "disagree"]),
         (llama(dtype="int8"), ["int8", "bfloat16"]),
         (llama(dtype="float32", torch_dtype="bfloat16"), ["float32", "bfloat16", "disagree"]),
     ],
@@ -150,6 +154,19 @@ def test_the_first_gemma_configs_mean_tanh_gelu_and_a_tied_head() -> None:
     for form in ({}, {"hidden_act": "gelu"}, {"hidden_act": "gelu", "hidden_activation": None}, {"hidden_activation": "gelu_pytorch_tanh"}):
         spec = spec_from_hf(config | form)
         assert (spec.activation, spec.tied, spec.head_dim, spec.norm_offset, spec.scaled_embedding) == ("gelu_tanh", True, 256, True, True)
+
+
+def test_experts_are_counted_under_the_names_of_both_generations() -> None:
+    given = {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    sizes = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    new = transformers.Qwen3MoeConfig(**sizes, num_experts=6, **{k: v for k, v in given.items() if k != "model_type"}).to_dict()
+    assert "num_experts" not in new
+    for form in (new, llama(**given, num_experts=6), llama(**given, num_experts=6, num_local_experts=6)):
+        spec = spec_from_hf(form)
+        assert (spec.num_experts, spec.experts_per_token, spec.expert_ffn_size, spec.normalized_routing) == (6, 2, 24, True)
+    bare, default = spec_from_hf(llama(model_type="qwen3_moe")), transformers.Qwen3MoeConfig()
+    expected = (default.num_experts, default.num_experts_per_tok, default.moe_intermediate_size, default.norm_topk_prob)
+    assert (bare.num_experts, bare.experts_per_token, bare.expert_ffn_size, bare.normalized_routing) == expected
 
 
 def test_old_configs_that_leave_keys_out() -> None:

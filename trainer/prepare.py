@@ -55,7 +55,14 @@ class Prepared:
         parallel = self.config.parallel
         assert isinstance(parallel.tensor, int) and isinstance(parallel.pipeline, int)
         dp = self.world // (parallel.tensor * parallel.pipeline * parallel.context)
-        return Grid(tp=parallel.tensor, pp=parallel.pipeline, vpp=parallel.virtual_pipeline, cp=parallel.context, dp=dp)
+        return Grid(
+            tp=parallel.tensor,
+            pp=parallel.pipeline,
+            vpp=parallel.virtual_pipeline,
+            cp=parallel.context,
+            dp=dp,
+            ep=parallel.expert,
+        )
 
 
 def prepare(config: Config, *, world: int) -> Prepared:
