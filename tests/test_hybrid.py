@@ -197,7 +197,7 @@ def test_every_family_generates_in_vllm_what_transformers_does(grid: Grid, kinds
 
 def test_a_parameter_that_the_trainer_does_not_fill_is_named() -> None:
     spec = tiny_spec(tiny_folder("qwen2"))
-    shapes = vllm_shapes(spec, 1)
+    shapes = vllm_shapes(spec, 1, 0)
     pieces = vllm_layout(spec, 1, 0)
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
     _check_every_parameter_is_covered(spec, pieces, tensors)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,6 @@ from tridentrl.trainer.main_fastrl import main
 from tridentrl.trainer.rl_trainer import RLTrainer, own_folder
 
 REWARD = "reward.default=exact_match"
-
-
-@pytest.fixture(autouse=True)
-def own_environment() -> Iterator[None]:
-    """A run in this process writes its place among the ranks into the environment; the next test must not see it."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def refused(overrides: list[str], capsys: pytest.CaptureFixture[str], folder: Path) -> str:
