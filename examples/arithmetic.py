@@ -14,18 +14,17 @@ from reasoning_gym import create_dataset
 from tokenizers import pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-DATASET = "basic_arithmetic"
+DATASET = "chain_sum"
 SPECIAL = ("<pad>", "<eos>")
 
 
 def problems(seed: int) -> Iterator[dict[str, Any]]:
-    """Endless rows of different problems: the sum of two numbers of one or two digits.
+    """Rows of different problems: three one-digit numbers, added or subtracted. There are 4,000.
 
-    The prompt is the bare expression, as in `43+14=`; `extra_info` has what reasoning-gym's own verifier asks for.
+    The prompt is the bare expression, as in `4+9-3=`; `extra_info` has what reasoning-gym's own verifier asks for.
     """
     seen = set()
-    shape = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ["+"], "allow_parentheses": False}
-    for entry in create_dataset(DATASET, **shape, allow_negation=False, size=10**6, seed=seed):
+    for entry in create_dataset(DATASET, min_terms=3, max_terms=3, min_digits=1, max_digits=1, size=10**6, seed=seed):
         expression = entry["metadata"]["expression"].replace(" ", "")
         if expression not in seen:
             seen.add(expression)
@@ -77,6 +76,7 @@ def write_model(folder: Path, *, seed: int) -> int:
         num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # ten positions to tell apart, not a million
         initializer_range=0.08,  # about 1 over the root of the width: learns several times faster than with 0.02
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

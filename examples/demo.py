@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 PROCESSES = 2
-TRAIN_ROWS, HELDOUT_ROWS = 7000, 500
+TRAIN_ROWS, HELDOUT_ROWS = 3400, 500
 LEAST_GAIN, MOST_EXPORT_ERROR = 0.25, 0.02
 
 console = Console(highlight=False)
@@ -83,7 +83,7 @@ def report(folder: Path, algorithm: str, *, start: float, rl_start: float) -> in
     curves = read_curves(run)
     steps = max(curves.accuracy)
     heldout = pa.ipc.open_stream(folder / "data" / "heldout.arrow").read_all().to_pylist()
-    accuracy = hf_accuracy(run / "hf" / f"step_{steps}", heldout, max_response_length=6)
+    accuracy = hf_accuracy(run / "hf" / f"step_{steps}", heldout, max_response_length=5)
     train_layout, rollout_layout = layouts(run, processes=PROCESSES)
     results = {
         "accuracy_before": curves.before,
