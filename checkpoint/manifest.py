@@ -50,15 +50,6 @@ def file_record(path: Path) -> tuple[int, str]:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync_folder(path: Path) -> None:
-    """Force a folder's list of names onto the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """The last file of a checkpoint; on the disk when this returns."""
     content = {"format": FORMAT, **dataclasses.asdict(manifest)}

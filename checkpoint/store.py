@@ -35,11 +35,11 @@ from tridentrl.checkpoint.manifest import (
     read_manifest,
     step_folder,
     steps_in,
-    sync_folder,
     write_manifest,
 )
 from tridentrl.checkpoint.model import ModelSave
 from tridentrl.engine.megatron import MegatronEngine
+from tridentrl.weights.folders import sync
 
 log = logging.getLogger(__name__)
 
@@ -222,11 +222,11 @@ class _Save:
             write_manifest(self.temporary, manifest)
             read_manifest(self.temporary)  # that rank 0 sees all ranks' files: the folder may not be shared between machines
             for folder in folders:
-                sync_folder(folder)
+                sync(folder)
             if self.folder.exists():
                 _delete(self.folder)  # broken: a run never comes back to the step of a checkpoint that it could have gone on from
             self.temporary.rename(self.folder)
-            sync_folder(self.root)
+            sync(self.root)
 
     def _clear(self) -> None:
         shutil.rmtree(self.temporary, ignore_errors=True)

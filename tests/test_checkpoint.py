@@ -299,7 +299,7 @@ def kill_while_saving(root: Path, moment: int) -> None:
         if moment == 7:  # all files are written, the manifest and the name are not
             store_module.write_manifest = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         if moment == 8:
-            store_module.sync_folder = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+            store_module.sync = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     store.save(3, contents(engines))
 
 

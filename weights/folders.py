@@ -34,18 +34,18 @@ def begin_folder(folder: Path, *, overwrite: bool) -> Path:
 def complete_folder(temporary: Path, folder: Path) -> None:
     """Force everything in `temporary` onto the disk and give it its name."""
     for path in temporary.rglob("*"):
-        _sync(path)
-    _sync(temporary)
+        sync(path)
+    sync(temporary)
     old = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     temporary.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Force a file, or a folder's list of names, onto the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
