@@ -57,6 +57,7 @@ def _quiet_libraries() -> None:
     """Their warnings about GPU packages that a machine lacks say nothing that our own log line does not."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and the forks of other libraries do not mix
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
     warnings.simplefilter("ignore")
 
 
@@ -64,7 +65,8 @@ def train_on_this_rank(argv: list[str], world: World) -> int:
     """The whole run on one rank."""
     _quiet_libraries()
     # What all ranks would say alike, rank 0 says.
-    logging.basicConfig(level=logging.INFO if world.rank == 0 else logging.ERROR, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING if world.rank == 0 else logging.ERROR, format="%(message)s")
+    logging.getLogger("tridentrl").setLevel(logging.INFO if world.rank == 0 else logging.ERROR)
     try:
         config = config_from(argv)
         if config.trainer.device == "cpu":
