@@ -13,6 +13,7 @@ import torch
 from reasoning_gym import create_dataset
 from tokenizers import pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils import logging
 
 DATASET = "chain_sum"
 SPECIAL = ("<pad>", "<eos>")
@@ -82,6 +83,7 @@ def write_model(folder: Path, *, seed: int) -> int:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(config).float()
     model.save_pretrained(folder)

