@@ -304,7 +304,7 @@ def test_a_failing_rank_ends_all_with_its_error_last(folder: Path) -> None:
     began = time.monotonic()
     jobs = {what: Job(folder, "--nproc_per_node=2", what) for what in ("raise", "kill", "code")}
     results = {what: job.wait() for what, job in jobs.items()}
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     assert {what: code for what, (code, _, _) in results.items()} == {"raise": 1, "kill": 137, "code": 7}
     errors = {what: lines for what, (_, _, lines) in results.items()}
     assert errors["raise"][-1] == "KeyError: 'the culprit'"
