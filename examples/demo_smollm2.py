@@ -63,11 +63,13 @@ def as_chat(row: dict[str, Any]) -> dict[str, Any]:
 def report(run: Path, *, seconds: float) -> None:
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in steps if "timing_s/step" in row]
-    table = Table(title="seconds of a step", title_justify="left", header_style="bold")
-    for column in ("step", "tokens", *STAGES):
-        table.add_column(column, justify="right")
+    table = Table(header_style="bold")
+    table.add_column("seconds")
     for row in steps:
-        table.add_row(str(row["step"]), f"{row['rollout/tokens']:.0f}", *(f"{row.get(f'timing_s/{stage}', 0):.1f}" for stage in STAGES))
+        table.add_column(f"step {row['step']}", justify="right")
+    for stage in STAGES:
+        table.add_row(stage, *(f"{row.get(f'timing_s/{stage}', 0):.1f}" for row in steps))
+    table.add_row("tokens", *(f"{row['rollout/tokens']:.0f}" for row in steps))
     mean = sum(row["timing_s/step"] for row in steps) / len(steps)
     numbers = {"seconds_per_step": round(mean, 2), "seconds": round(seconds, 1), "steps": len(steps), "processes": PROCESSES}
     (run.parent / "demo.json").write_text(json.dumps(numbers, indent=2) + "\n")
