@@ -212,6 +212,8 @@ def test_a_killed_rank_is_blamed_before_the_connections_it_broke_and_then_the_ea
     assert first_failure({0: (1, 50.0), 3: (-9, 50.0), 1: (-15, 51.0)}, notes) == (137, "rank 3 was killed by signal 9 (SIGKILL)")
     ended_by_agent = {0: (1, 50.0), 2: (5, 50.0), 1: (-15, 51.0), 3: (-9, 81.0)}
     assert first_failure(ended_by_agent, notes) == (5, "rank 2 failed first:\nKeyError: 'x'")
+    aborted_at_exit = {0: (-6, 50.0), 2: (-6, 50.0)}
+    assert first_failure(aborted_at_exit, notes) == (1, "rank 2 failed first:\nKeyError: 'x'")
     assert first_failure({1: (7, 50.0), 0: (-15, 50.0)}, []) == (7, "rank 1 ended with exit code 7")
     assert first_failure({1: (-15, 50.0), 0: (-15, 50.0)}, []) == (143, "rank 1 was killed by signal 15 (SIGTERM)")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import signal
@@ -134,13 +135,22 @@ def _run_rank(worker: Worker, rest: list[str], world: World) -> int:
     else:
         os.environ.pop(RUN_ID, None)  # an id that an outer run left behind
     world.export(os.environ)
+    atexit.register(_leave_process_groups)  # the first to be registered runs last, after vLLM has left its groups
     try:
         return worker(rest, world)
     except Exception:
+        atexit.unregister(_leave_process_groups)  # the others may still wait for this rank; it must not wait for them
         if launched:
             note = {"rank": world.rank, "time_ns": time.time_ns(), "traceback": traceback.format_exc()}
             Path(os.environ[_ERRORS], f"{world.rank}.json").write_text(json.dumps(note))
         raise
+
+
+def _leave_process_groups() -> None:
+    """gloo's threads must be joined before the interpreter is torn down, or now and then a good run ends with SIGABRT."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _run_torchrun(flags: LaunchFlags, rest: list[str], module: str) -> int:
@@ -175,11 +185,13 @@ def first_failure(ended: Mapping[int, tuple[int, float]], notes: Sequence[Mappin
 
     `ended` maps the ranks that did not end well to exit code and the second in which the agent saw it, in the order in which it saw
     them; `notes` come from the ranks that raised. A rank killed by a signal goes first: the errors of the others are lost connections
-    to it. The signals of the agent itself do not count, SIGTERM at once and SIGKILL 30 s later. Then the earliest exception.
+    to it. The signals of the agent itself do not count, SIGTERM at once and SIGKILL 30 s later, nor an abort of a rank that had already
+    raised. Then the earliest exception.
     """
     began = min(second for _, second in ended.values())
+    raised = {int(str(note["rank"])) for note in notes}
     for rank, (code, second) in ended.items():
-        if code < 0 and code != -signal.SIGTERM and second < began + 20:
+        if rank not in raised and code < 0 and code != -signal.SIGTERM and second < began + 20:
             return _ended(rank, code)
     if notes:
         note = min(notes, key=lambda note: int(str(note["time_ns"])))
