@@ -19,13 +19,16 @@ def resolve_layout(config: Config, models: Mapping[str, ModelSpec], *, world: in
     models: shape by role, as in `rules.violations`. Raises ConfigError with all violations when no choice is legal.
     """
     precision = config.trainer.precision if config.trainer.precision != "auto" else "fp32" if device == "cpu" else "bf16-mixed"
-    rollout = config.rollout
+    rollout, parallel = config.rollout, config.parallel
+    engine_sleeps = device == "cuda" and rollout.backend == "vllm"
     config = replace(
         config,
+        parallel=replace(parallel, offload=parallel.offload if parallel.offload != "auto" else "optimizer" if device == "cuda" else "none"),
         trainer=replace(config.trainer, device=device, precision=precision),
         rollout=replace(
             rollout,
             enforce_eager=device == "cpu" if rollout.enforce_eager == "auto" else rollout.enforce_eager,
+            sleep_level=rollout.sleep_level if rollout.sleep_level != "auto" else 2 if engine_sleeps else 0,
             dtype=rollout.dtype if rollout.dtype != "auto" else "float32" if precision == "fp32" else "bfloat16",
         ),
     )

@@ -51,6 +51,7 @@ def violations(config: Config, models: Mapping[str, ModelSpec], *, world: int, b
         *sequence_parallel_needs_tensor_parallel(config),
         *engines_fill_the_world(config, world),
         *the_hf_backend_runs_on_one_rank(config),
+        *only_vllm_on_gpus_sleeps(config),
         *training_samples_follow_the_policy(config),
         *a_micro_batch_holds_the_longest_sequence(config),
         *the_run_has_a_folder_of_its_own(config),
@@ -121,23 +122,31 @@ def virtual_pipeline_needs_a_pipeline(config: Config) -> Violations:
 
 
 def ranks_that_share_experts_fill_a_stage(config: Config, world: int) -> Violations:
-    expert, pipeline = config.parallel.expert, config.parallel.pipeline
+    expert, cut, pipeline = config.parallel.expert, config.parallel.expert_tensor, config.parallel.pipeline
     stage = world // pipeline if isinstance(pipeline, int) else world
-    if stage % expert:
+    if stage % (expert * cut):
         yield (
-            f"parallel.expert={expert}: groups of {expert} ranks must fill the {stage} ranks of a pipeline stage; "
-            f"set parallel.expert to one of {_listed(divisors(stage))}"
+            f"parallel.expert={expert} x parallel.expert_tensor={cut}: groups of {expert * cut} ranks must fill the {stage} ranks of a "
+            f"pipeline stage; set the two so that their product is one of {_listed(divisors(stage))}"
         )
 
 
 def experts_are_shared_evenly(role: str, spec: ModelSpec, config: Config) -> Violations:
-    expert = config.parallel.expert
-    if not spec.num_experts and expert > 1:
-        yield f"parallel.expert={expert}: the {role} is a {spec.hf_type}, which has no experts to share; set parallel.expert=1"
+    expert, cut = config.parallel.expert, config.parallel.expert_tensor
+    if not spec.num_experts:
+        for key, size in (("parallel.expert", expert), ("parallel.expert_tensor", cut)):
+            if size > 1:
+                yield f"{key}={size}: the {role} is a {spec.hf_type}, which has no experts to share; set {key}=1"
     if spec.num_experts % expert:
         yield (
             f"parallel.expert={expert}: the {role} has {spec.num_experts} experts, which must divide among {expert} ranks; "
             f"set parallel.expert to one of {_listed(divisors(spec.num_experts))}"
+        )
+    if spec.expert_ffn_size % cut:
+        yield (
+            f"parallel.expert_tensor={cut}: the {role} has experts of {spec.expert_ffn_size}, which must divide among {cut} ranks; "
+            f"set parallel.expert_tensor to a divisor of {spec.expert_ffn_size}, such as "
+            f"{max(size for size in divisors(spec.expert_ffn_size) if size < cut)}"
         )
 
 
@@ -177,6 +186,15 @@ def the_hf_backend_runs_on_one_rank(config: Config) -> Violations:
         yield (
             f"rollout.tensor={config.rollout.tensor}: the hf backend holds the whole model on each rank; "
             "set rollout.tensor=1 or rollout.backend=vllm"
+        )
+
+
+def only_vllm_on_gpus_sleeps(config: Config) -> Violations:
+    level = config.rollout.sleep_level
+    if level in (1, 2) and (config.trainer.device == "cpu" or config.rollout.backend != "vllm"):
+        yield (
+            f"rollout.sleep_level={level} with trainer.device={config.trainer.device} and rollout.backend={config.rollout.backend}:"
+            " only vLLM on a GPU can give its memory back; set it to auto or 0"
         )
 
 
@@ -250,7 +268,7 @@ def tensor_parallel_divides_heads(role: str, spec: ModelSpec, tensor: int | str,
 
 def tensor_parallel_divides_ffn(role: str, spec: ModelSpec, tensor: int | str, key: str) -> Violations:
     if spec.num_experts and key == "parallel.tensor":
-        return  # the trainer keeps every expert whole
+        return  # the trainer cuts experts by parallel.expert_tensor
     ffn_size = spec.expert_ffn_size or spec.ffn_size
     if isinstance(tensor, int) and ffn_size % tensor:
         nearest = max(size for size in divisors(ffn_size) if size < tensor)

@@ -89,11 +89,17 @@ class ParallelConfig:
     context: Count = 1
     """Ranks that share each sequence. Only 1 is supported yet."""
     expert: Count = 1
-    """Ranks that share the experts of a layer, among the tensor x context x data ranks of a stage. Each expert is whole on its rank."""
+    """Ranks, or groups of `expert_tensor` ranks, that share the experts of a layer, among the tensor x context x data ranks of a stage."""
+    expert_tensor: Count = 1
+    """Ranks that share each matrix of an expert; 1: every expert is whole on its rank, which moves the fewest tokens. May differ from
+    `tensor`."""
     sequence_parallel: Literal["auto"] | bool = "auto"
     """Split activations between the tensor-parallel matrices along the sequence too. auto: on when tensor > 1, for its memory."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none, attention only, or every layer."""
+    offload: Literal["auto", "none", "optimizer", "all"] = "auto"
+    """What of a model is in host memory while it has nothing to do: gradients and optimizer state, or its weights too. auto: optimizer on
+    GPU, where the rollout engine needs the room; none on CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +124,9 @@ class RolloutConfig:
     """Always generate `max_response_length` tokens. For benchmarks."""
     gpu_memory_utilization: Annotated[float, Gt(0), Lt(1)] = 0.6
     """Share of GPU memory for the engine's weights and cache. Leaves room for the training state beside it."""
+    sleep_level: Literal["auto", 0, 1, 2] = "auto"
+    """What vLLM gives back while the trainer works: 0 nothing, 1 the cache, and its weights to host memory, 2 both, the weights are sent
+    anew. auto: 2 on GPU, 0 on CPU."""
     max_num_seqs: Count = 256
     """Sequences an engine decodes at once. The engine's own default."""
     enforce_eager: Literal["auto"] | bool = "auto"

@@ -5,9 +5,10 @@ Shape legend as in engine.packing; every [R] result is known on all ranks of the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tridentrl.kernels.logprob import vocab_parallel_logprobs
 from tridentrl.parallel.cpu import megatron_facade
 from tridentrl.parallel.grid import Grid, padded_vocab
 from tridentrl.parallel.model import Head, Recompute, build_chunks, transformer_config, uses_transformer_engine
+from tridentrl.parallel.offload import OFFLOADED, Offload
 from tridentrl.parallel.optimizer import OptimizerSettings, Training, make_trainable
 from tridentrl.weights.hf_io import load_pieces
 from tridentrl.weights.layouts import megatron_layout
@@ -36,7 +38,8 @@ MicroLoss = Callable[[tuple[Tensor, ...], PackedMicroBatch], tuple[Tensor, dict[
 class MegatronEngine:
     """The chunks of one model that this rank holds.
 
-    `max_tokens` bounds the tokens of a micro-batch. Give `optimizer` for a model that trains; without it the model is frozen.
+    `max_tokens` bounds the tokens of a micro-batch. Give `optimizer` for a model that trains; without it the model is frozen. `offload`
+    (a key of OFFLOADED) says what leaves the device between one `at_work` and the next.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class MegatronEngine:
         sequence_parallel: bool = False,
         recompute: Recompute = "none",
         optimizer: OptimizerSettings | None = None,
+        offload: str = "none",
         device: torch.device | None = None,
     ) -> None:
         self.spec, self.grid, self.head, self.max_tokens = spec, grid, head, max_tokens
@@ -57,6 +61,14 @@ class MegatronEngine:
         self.config = transformer_config(spec, grid, bf16=bf16, sequence_parallel=sequence_parallel, recompute=recompute)
         self.chunks = build_chunks(spec, self.config, grid, head=head)
         self.training: Training | None = make_trainable(self.config, self.chunks, optimizer) if optimizer else None
+        self.offload = Offload(OFFLOADED[offload], self.chunks, self.training)
+
+    @contextlib.contextmanager
+    def at_work(self, *, training: bool = False) -> Iterator[None]:
+        """Inside, the weights are on the device, and with `training` gradients and optimizer too. After it, all that may leave has left."""
+        self.offload.bring_back(("weights", "gradients", "optimizer") if training else ("weights",))
+        yield
+        self.offload.park()
 
     # Weights
 
@@ -69,6 +81,7 @@ class MegatronEngine:
 
     def tensors(self) -> dict[str, Tensor]:
         """The live parameters of this rank, named `<chunk>.<Megatron parameter name>`."""
+        assert "weights" not in self.offload.away, "offloaded: use at_work"
         return {
             f"{number}.{name}": parameter.data
             for number, chunk in enumerate(unwrap_model(self.chunks))
@@ -208,7 +221,7 @@ class MegatronEngine:
         count_multiple = self.grid.pp if self.grid.vpp > 1 else 1
         cut = functools.partial(pack, sequences, max_tokens=self.max_tokens, multiple=multiple, device=self.device)
         batches = cut(count_multiple=count_multiple)
-        if self.grid.ep > 1:
+        if self.grid.sharing > 1:
             # Ranks that share experts exchange tokens in every layer, so they must run equally many micro-batches.
             most = torch.tensor(len(batches), device=self.device)
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -223,6 +236,7 @@ class MegatronEngine:
             output = model(batch.tokens, None, None, packed_seq_params=batch.packing)
             return output, lambda output, non_loss_data=False: finish(output, batch)
 
+        assert not self.offload.away & ({"weights"} if forward_only else {"weights", "gradients", "optimizer"}), "offloaded: use at_work"
         chunks = self.chunks if forward_only or not self.training else self.training.chunks
         with megatron_facade():
             return get_forward_backward_func()(

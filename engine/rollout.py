@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -55,6 +55,14 @@ class RolloutEngine(Protocol):
 
     def tensors(self) -> dict[str, Tensor]:
         """The live parameters."""
+        ...
+
+    def sleep(self) -> bool:
+        """Give device memory back until `wake`, where the engine can. Returns whether the weights are lost and must be sent again."""
+        ...
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take the memory for `part` again. Weights come before their transfer, the cache after it, before `generate`."""
         ...
 
     def weights_changed(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,13 @@ class HfRollout:
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
+
+    def sleep(self) -> bool:
+        """It keeps its memory."""
+        return False
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """It never slept."""
 
     def weights_changed(self) -> None:
         """Nothing is kept between calls of `generate`."""

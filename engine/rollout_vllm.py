@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class VllmRollout:
     """A vLLM engine whose weights start as noise and come from the trainer.
 
     folder: Hugging Face folder with config.json; its weights are not read. tokenizer_folder: needed for stop strings only.
-    max_length: tokens of prompt and response together.
+    max_length: tokens of prompt and response together. sleep_level: as in the setting of that name; above 0 needs a GPU.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class VllmRollout:
         prefix_caching: bool = True,
         enforce_eager: bool = True,
         gpu_memory_utilization: float = 0.6,
+        sleep_level: int = 0,
         kv_cache_gib: int = 1,
         trust_remote_code: bool = False,
     ) -> None:
@@ -44,7 +45,8 @@ class VllmRollout:
         prepare_vllm(run_id, placement, cpu=cpu, kv_cache_gib=kv_cache_gib)
         from vllm import LLM
 
-        self.spec, self.placement = spec, placement
+        self.spec, self.placement, self.sleep_level = spec, placement, sleep_level
+        self._asleep: set[str] = set()
         self.llm = LLM(
             model=folder,
             load_format="dummy",
@@ -64,6 +66,7 @@ class VllmRollout:
             enable_prefix_caching=prefix_caching,
             enforce_eager=enforce_eager,
             gpu_memory_utilization=gpu_memory_utilization,
+            enable_sleep_mode=sleep_level > 0,
             disable_log_stats=True,
         )
         keep_until_exit(self.llm)
@@ -96,6 +99,18 @@ class VllmRollout:
 
     def tensors(self) -> dict[str, Tensor]:
         return self._tensors
+
+    def sleep(self) -> bool:
+        if self.sleep_level and not self._asleep:
+            self.llm.sleep(level=self.sleep_level)
+            self._asleep = {"weights", "kv_cache"}
+        return self.sleep_level == 2
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        if part in self._asleep:
+            torch.cuda.empty_cache()  # vLLM takes its memory from the driver, not from torch
+            self.llm.wake_up(tags=[part])
+            self._asleep.remove(part)
 
     def weights_changed(self) -> None:
         if not self.llm.reset_prefix_cache():

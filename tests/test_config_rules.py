@@ -63,9 +63,14 @@ def test_the_defaults_break_no_rule() -> None:
         (["parallel.expert=2"], None, 2, "parallel.expert=2: the actor is a llama, which has no experts to share"),
         (["parallel.expert=3"], EXPERTS, 3, "4 experts, which must divide among 3 ranks; set parallel.expert to one of 1, 2, 4"),
         (["parallel.expert=4", "parallel.pipeline=2"], EXPERTS, 4, "must fill the 2 ranks of a pipeline stage"),
+        (["parallel.expert=2", "parallel.expert_tensor=4"], EXPERTS, 4, "parallel.expert=2 x parallel.expert_tensor=4: groups of 8 ranks"),
+        (["parallel.expert_tensor=2"], None, 2, "parallel.expert_tensor=2: the actor is a llama, which has no experts to share"),
+        (["parallel.expert_tensor=5"], EXPERTS, 5, "experts of 48, which must divide among 5 ranks; set parallel.expert_tensor to a divisor"),
         (["parallel.tensor=2", "parallel.sequence_parallel=false"], EXPERTS, 2, "parallel.sequence_parallel=false: the actor has experts"),
         (["rollout.tensor=32"], spec(num_experts=4, expert_ffn_size=48, num_heads=32), 32, "feed-forward layers of 48"),
         (["rollout.backend=hf"], EXPERTS, 1, "rollout.backend=hf: it cannot take new weights for the experts of a qwen3_moe"),
+        (["rollout.sleep_level=2", "trainer.device=cpu"], None, 1, "rollout.sleep_level=2 with trainer.device=cpu and rollout.backend=vllm: only"),
+        (["rollout.sleep_level=1", "rollout.backend=hf"], None, 1, "only vLLM on a GPU can give its memory back; set it to auto or 0"),
         (["parallel.context=2"], None, 2, "parallel.context=2: context parallelism is not supported yet"),
         (["parallel.sequence_parallel=true"], None, 1, "parallel.sequence_parallel=true: it divides the sequence"),
         (["rollout.tensor=3"], THIRDS, 4, "engines of 3 ranks must fill the 4 processes; set rollout.tensor to one of 1, 2, 4"),
@@ -89,6 +94,7 @@ def test_one_broken_rule_is_one_text_with_value_rule_and_fix(overrides: list[str
 @pytest.mark.parametrize(
     ("overrides", "model", "world"),
     [
+        (["parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=4"], EXPERTS, 8),
         (["parallel.tensor=4", "parallel.expert=4"], EXPERTS, 4),  # each expert is whole, so 50 rows of it need not divide
         (["parallel.tensor=2"], spec(vocab_size=97), 2),  # Megatron pads the vocabulary
         (["parallel.tensor=8"], spec(num_kv_heads=2), 8),  # more ranks than key-value heads: heads are copied
@@ -169,10 +175,14 @@ def test_auto_becomes_the_smallest_legal_layout() -> None:
         "float32",
         True,
     )
+    assert (config.parallel.offload, config.rollout.sleep_level) == ("none", 0)
     # Chunks need two stages, and ten layers in five chunks a stage leave one layer each.
     config = resolve_layout(load("parallel.virtual_pipeline=5"), {"actor": spec(num_layers=10)}, world=4, device="cuda")
     assert (config.parallel.tensor, config.parallel.pipeline) == (1, 2)
     assert (config.trainer.precision, config.rollout.dtype, config.rollout.enforce_eager) == ("bf16-mixed", "bfloat16", False)
+    assert (config.parallel.offload, config.rollout.sleep_level) == ("optimizer", 2)
+    hf = resolve_layout(load("rollout.backend=hf"), {"actor": spec()}, world=1, device="cuda")
+    assert (hf.parallel.offload, hf.rollout.sleep_level) == ("optimizer", 0)
 
 
 def test_what_is_set_stays_and_the_rest_fits_to_it() -> None:

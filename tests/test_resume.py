@@ -68,7 +68,8 @@ def run(overrides: list[str], stop_after: int | None = None) -> list[str]:
 def records(folder: Path) -> list[dict[str, Any]]:
     """Without what the clock says, and without the syncs: a resumed run fills its rollout engine first."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith(("timing_s/", "perf/", "reshard/"))} for line in lines]
+    varying = ("timing_s/", "perf/", "reshard/", "memory/")
+    return [{name: value for name, value in line.items() if not name.startswith(varying)} for line in lines]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -91,6 +91,7 @@ def build_engines(prepared: Prepared, device: torch.device, *, optimizer_steps: 
         engines.hybrid = HybridEngine(
             actor, rollout, checksum_syncs=config.rollout.checksum_syncs, bucket_bytes=bucket_bytes, ranks_per_node=ranks_per_node
         )
+        rollout.sleep()
     return engines
 
 
@@ -116,6 +117,7 @@ def _model(prepared: Prepared, role: str, device: torch.device, *, lr: float | N
         sequence_parallel=config.parallel.sequence_parallel is True,
         recompute=config.parallel.recompute,
         optimizer=settings or None,
+        offload=config.parallel.offload,
         device=device,
     )
     folder = prepared.folders[role]
@@ -126,6 +128,7 @@ def _model(prepared: Prepared, role: str, device: torch.device, *, lr: float | N
             log.info("critic: %s has no value head, a fresh one is drawn from seed %d", folder, config.seed)
     except ValueError as error:
         raise ValueError(f"the pretrained {role}: {error}") from None
+    engine.offload.park()  # the models and the rollout engine that are built after it need the room
     return engine
 
 
@@ -143,7 +146,7 @@ def _rollout(prepared: Prepared, actor: MegatronEngine, device: torch.device, ra
             batch_size=rollout.max_num_seqs,
             trust_remote_code=config.model.trust_remote_code,
         )
-    assert isinstance(rollout.tensor, int)
+    assert isinstance(rollout.tensor, int) and isinstance(rollout.sleep_level, int)
     placement = place_replicas(spec, prepared.grid, actor.layouts(), tensor=rollout.tensor, ranks_per_node=ranks_per_node)
     return VllmRollout(
         folder,
@@ -158,6 +161,7 @@ def _rollout(prepared: Prepared, actor: MegatronEngine, device: torch.device, ra
         prefix_caching=rollout.prefix_caching,
         enforce_eager=rollout.enforce_eager is True,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
+        sleep_level=rollout.sleep_level,
         trust_remote_code=config.model.trust_remote_code,
     )
 

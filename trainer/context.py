@@ -21,9 +21,11 @@ from tridentrl.data.balance import balanced_assignment
 from tridentrl.data.prompts import PromptRow
 from tridentrl.engine.hybrid import HybridEngine
 from tridentrl.engine.megatron import MegatronEngine, MicroLoss
+from tridentrl.engine.memory import memory_in_use
 from tridentrl.engine.packing import PackedMicroBatch, Sequences
 from tridentrl.engine.rollout import Request, Sampling, sample_seed
 from tridentrl.kernels.advantages import masked_mean
+from tridentrl.kernels.losses import kl_estimate
 from tridentrl.kernels.masks import neutralise
 from tridentrl.parallel.grid import Grid
 from tridentrl.trainer.exchange import exchange
@@ -36,6 +38,8 @@ MOSTLY_CUT = 0.5
 """Share of responses cut for length above which a warning is logged, once a run."""
 MOST_SKIPS_IN_A_ROW = 5
 """Updates with a loss or gradient that is not finite, one after the other, that end the run."""
+SUMMED = ("rollout/tokens", "rollout/response_tokens", "reward/abstained", "reward/failed", "reward/timed_out", "reward/excluded")
+"""Metrics that add up when they are reported several times in a step."""
 EVALUATION = -1
 """Stands for the step in the seeds of evaluation samples, so that every evaluation draws the same noise."""
 
@@ -52,10 +56,13 @@ class Engines:
 
 @dataclass
 class StepLog:
-    """Metrics and seconds of one step. Metrics reported several times are averaged, or their maximum taken if the name ends in `_max`."""
+    """Metrics and seconds of one step. Metrics reported several times are averaged; those in `SUMMED` add up, and of a name
+    that ends in `_max` the maximum is taken."""
 
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    memory: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
+    """By stage, what this rank held at its end; the most, where a stage ran several times."""
     receipts: list[list[Receipt]] = field(default_factory=list)
     """For each weight sync of the step, the receipts of all ranks."""
 
@@ -63,8 +70,15 @@ class StepLog:
         for name, value in metrics.items():
             self.values[prefix + name].append(float(value))
 
+    def add_memory(self, stage: str, held: Mapping[str, float]) -> None:
+        before = self.memory[stage]
+        self.memory[stage] = {name: max(value, before.get(name, 0.0)) for name, value in held.items()}
+
     def metrics(self) -> dict[str, float]:
-        reduced = {name: max(values) if name.endswith("_max") else sum(values) / len(values) for name, values in self.values.items()}
+        reduced = {
+            name: max(values) if name.endswith("_max") else sum(values) / (1 if name in SUMMED else len(values))
+            for name, values in self.values.items()
+        }
         return reduced | {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
 
 
@@ -82,14 +96,17 @@ class TrainContext:
         self.updates = 0
         """Optimizer steps so far, of all models, less those skipped."""
         self._skipped_in_a_row = 0
+        self.max_response_length = sampling.max_response_length
         self._prompts: Sequence[PromptRow] = []
-        """Rows of the step; a rollout's group id is its row's position here."""
+        """Rows of the last rollouts; a rollout's group id is its row's position here."""
+        self._drawn = 0
+        """Samples of this step so far; the next one's number decides its seed."""
         self._warned_of_cuts = False
         self._stale = True
         """Whether the actor has changed since the rollout engine got its weights."""
 
     def begin(self, step: int) -> None:
-        self.step, self.step_log = step, StepLog()
+        self.step, self.step_log, self._drawn = step, StepLog(), 0
 
     def state_dict(self) -> dict[str, int]:
         """What counts on when a run is resumed. Plain values."""
@@ -105,9 +122,12 @@ class TrainContext:
 
     # Rollouts
 
-    def generate(self, prompts: Sequence[PromptRow], *, n: int, greedy: bool = False) -> Rollouts:
+    def generate(self, prompts: Sequence[PromptRow], *, n: int | Sequence[int], greedy: bool = False) -> Rollouts:
         sampling = Sampling(**{**vars(self.sampling), "temperature": 0.0}) if greedy else self.sampling
         rollouts = self.sample(prompts, n=n, sampling=sampling, step=self.step)
+        if greedy:
+            self.log({"rollout/greedy_length_mean": rollouts.response_lengths_N.float().mean().item()})
+            return rollouts
         lengths, cut = rollouts.response_lengths_N.float(), rollouts.truncated_N.float().mean().item()
         if cut > MOSTLY_CUT and not self._warned_of_cuts:
             self._warned_of_cuts = True
@@ -131,23 +151,27 @@ class TrainContext:
         )
         return rollouts
 
-    def sample(self, prompts: Sequence[PromptRow], *, n: int, sampling: Sampling, step: int) -> Rollouts:
-        """`n` responses to each row, sample number i = row number * n + repetition deciding its seed."""
+    def sample(self, prompts: Sequence[PromptRow], *, n: int | Sequence[int], sampling: Sampling, step: int) -> Rollouts:
+        """`n` responses to each row, row by row. A sample's number within the step decides its seed."""
         self._prompts = prompts
         self._sync_weights()
         rollout = self._hybrid.rollout
+        rollout.wake("kv_cache")
         replicas = len(rollout.placement.replicas)
-        replica_N = [number % replicas for number in range(len(prompts)) for _ in range(n)]
+        counts = [n] * len(prompts) if isinstance(n, int) else n
+        row_N = [number for number, count in enumerate(counts) for _ in range(count)]
+        replica_N = [number % replicas for number in row_N]
         own, _ = rollout.placement.seat(dist.get_rank())
         mine = [i for i, replica in enumerate(replica_N) if replica == own]
-        requests = [Request(prompt_ids=prompts[i // n].prompt_ids, seed=sample_seed(self.seed, step, i)) for i in mine]
+        requests = [Request(prompt_ids=prompts[row_N[i]].prompt_ids, seed=sample_seed(self.seed, step, self._drawn + i)) for i in mine]
+        self._drawn += len(row_N)
         with self.timer("generate"):
             completions = rollout.generate(requests, sampling) if requests else []
             return exchange(
                 dict(zip(mine, completions, strict=True)),
-                prompts_N=[row.prompt_ids for row in prompts for _ in range(n)],
-                group_ids_N=[number for number in range(len(prompts)) for _ in range(n)],
-                data_sources_N=[row.data_source for row in prompts for _ in range(n)],
+                prompts_N=[prompts[number].prompt_ids for number in row_N],
+                group_ids_N=row_N,
+                data_sources_N=[prompts[number].data_source for number in row_N],
                 replica_N=replica_N,
                 placement=rollout.placement,
                 grid=self.grid,
@@ -176,9 +200,10 @@ class TrainContext:
         return rollouts
 
     def _sync_weights(self) -> None:
+        self._hybrid.rollout.wake("weights")
         if not self._stale:
             return
-        with self.timer("reshard"):
+        with self._at_work("reshard", self.engines.actor, resting=False):
             mine = self._hybrid.sync()
         self._stale = False
         receipts: list[Receipt] = [mine] * self.grid.world
@@ -200,7 +225,7 @@ class TrainContext:
 
     # Scores
 
-    def reward(self, rollouts: Rollouts, *, watch: bool = True) -> Tensor:
+    def reward(self, rollouts: Rollouts, *, name: str = "reward", watch: bool = True) -> Tensor:
         """`watch`: this batch counts among those that should not all have one and the same reward."""
         assert self.scorer, "this algorithm has no rewards"
         with self.timer("reward"):
@@ -208,15 +233,15 @@ class TrainContext:
                 rollouts, [self._prompts[group] for group in rollouts.group_ids_N.tolist()], self.grid, self.step, watch=watch
             )
         valid_N = rewards_N[~rewards_N.isnan()]
-        metrics["reward/excluded"] = float(len(rewards_N) - len(valid_N))
+        metrics["excluded"] = float(len(rewards_N) - len(valid_N))
         if len(valid_N):
-            metrics |= {"reward/mean": valid_N.mean().item(), "reward/min": valid_N.min().item(), "reward/max": valid_N.max().item()}
-            metrics["reward/std"] = valid_N.std(correction=0).item()
-        self.log(metrics)
+            metrics |= {"mean": valid_N.mean().item(), "min": valid_N.min().item(), "max": valid_N.max().item()}
+            metrics["std"] = valid_N.std(correction=0).item()
+        self.step_log.add(metrics, f"{name}/")
         return rewards_N
 
     def actor_logprobs(self, rollouts: Rollouts) -> Tensor:
-        with self.timer("old_logprob"):
+        with self._at_work("old_logprob", self.engines.actor):
             logprobs_R, entropy_R = self.engines.actor.logprobs(_sequences(rollouts), temperature=self.sampling.temperature)
             if "engine_logprobs" in rollouts.fields:
                 self._log_mismatch(logprobs_R, rollouts)
@@ -225,33 +250,35 @@ class TrainContext:
 
     def _log_mismatch(self, logprobs_R: Tensor, rollouts: Rollouts) -> None:
         """How far the trainer's log-probs are from those the engine sampled with."""
-        gap_R, mask_R = logprobs_R - rollouts.fields["engine_logprobs"], rollouts.response_mask_R
-        (gap_R,) = neutralise(mask_R, gap_R.abs())
+        mask_R = rollouts.response_mask_R
+        logprobs_R, engine_R = neutralise(mask_R, logprobs_R, rollouts.fields["engine_logprobs"])
+        gap_R, kl_R = (logprobs_R - engine_R).abs(), kl_estimate(engine_R, logprobs_R, "k3")
         largest = gap_R.max() if len(gap_R) else torch.zeros((), device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        mean = masked_mean(gap_R, mask_R, group=self.data_group)
-        self.log({"rollout/train_logprob_diff_max": largest.item(), "rollout/train_logprob_diff_mean": mean})
+        means = {"rollout/train_logprob_diff_mean": gap_R, "rollout/train_kl": kl_R}
+        self.log({name: masked_mean(x_R, mask_R, group=self.data_group) for name, x_R in means.items()})
+        self.log({"rollout/train_logprob_diff_max": largest.item()})
 
     def reference_logprobs(self, rollouts: Rollouts) -> Tensor:
         assert self.engines.reference, "this algorithm has no reference"
-        with self.timer("ref"):
+        with self._at_work("ref", self.engines.reference):
             return self.engines.reference.logprobs(_sequences(rollouts), temperature=self.sampling.temperature)[0]
 
     def values(self, rollouts: Rollouts) -> Tensor:
         assert self.engines.critic, "this algorithm has no critic"
-        with self.timer("values"):
+        with self._at_work("values", self.engines.critic):
             return self.engines.critic.values(_sequences(rollouts))
 
     # Updates
 
     def update_actor(self, rollouts: Rollouts, loss: PolicyLoss, *, epochs: int = 1, mini_batch_size: int | None = None) -> None:
-        with self.timer("update_actor"):
+        with self._at_work("update_actor", self.engines.actor, training=True):
             self._update(self.engines.actor, rollouts, loss, epochs, mini_batch_size, "actor/")
         self._stale = True
 
     def update_critic(self, rollouts: Rollouts, loss: ValueLoss, *, epochs: int = 1, mini_batch_size: int | None = None) -> None:
         assert self.engines.critic, "this algorithm has no critic"
-        with self.timer("update_critic"):
+        with self._at_work("update_critic", self.engines.critic, training=True):
             self._update(self.engines.critic, rollouts, loss, epochs, mini_batch_size, "critic/")
 
     def _update(
@@ -302,7 +329,7 @@ class TrainContext:
         sizes = torch.tensor([batch.response_mask_R.sum().item(), trained], device=self.device)
         if self.data_group:
             dist.all_reduce(sizes, group=self.data_group)
-        return Denominators(tokens=sizes[0].item(), sequences=sizes[1].item())
+        return Denominators(tokens=sizes[0].item(), sequences=sizes[1].item(), longest=self.max_response_length)
 
     def _micro_loss(self, batch: Rollouts, loss: PolicyLoss | ValueLoss, denominators: Denominators) -> MicroLoss:
         def micro_loss(outputs: tuple[Tensor, ...], packed: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -316,6 +343,49 @@ class TrainContext:
 
         return micro_loss
 
+    # Memory
+
+    @contextlib.contextmanager
+    def _at_work(self, stage: str, engine: MegatronEngine, *, training: bool = False, resting: bool = True) -> Iterator[None]:
+        """The stage `stage` of `engine`, which has what it needs on the device; with `resting`, the rollout engine sleeps meanwhile."""
+        with contextlib.ExitStack() as stack:
+            with self.timer("offload"):
+                if resting:
+                    self._rest_rollout()
+                stack.enter_context(engine.at_work(training=training))
+            with self.timer(stage):
+                yield
+            with self.timer("offload"):
+                stack.close()
+
+    @contextlib.contextmanager
+    def all_at_work(self) -> Iterator[None]:
+        """Inside, everything that trains is on the device: to be exported, saved or loaded."""
+        self._rest_rollout()
+        with contextlib.ExitStack() as stack:
+            for engine in self.trained().values():
+                stack.enter_context(engine.at_work(training=True))
+            yield
+
+    def trained(self) -> dict[str, MegatronEngine]:
+        """The models with an optimizer, by role."""
+        return {role: engine for role, engine in (("actor", self.engines.actor), ("critic", self.engines.critic)) if engine}
+
+    def _rest_rollout(self) -> None:
+        if self.engines.hybrid and self.engines.hybrid.rollout.sleep():
+            self._stale = True
+
+    def memory_metrics(self) -> dict[str, float]:
+        """The ledger of the step, `memory/<stage>/<what>`, each the most of all ranks. Collective over the world."""
+        ranks: list[dict[str, dict[str, float]]] = [{} for _ in range(self.grid.world)]
+        dist.all_gather_object(ranks, dict(self.step_log.memory))
+        most: dict[str, float] = {}
+        for name, value in (
+            (f"memory/{stage}/{what}", value) for rank in ranks for stage, held in rank.items() for what, value in held.items()
+        ):
+            most[name] = max(value, most.get(name, 0.0))
+        return most
+
     # Records
 
     @contextlib.contextmanager
@@ -327,6 +397,7 @@ class TrainContext:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             self.step_log.seconds[name] += time.perf_counter() - start
+            self.step_log.add_memory(name, memory_in_use(self.device))
 
     def log(self, metrics: Mapping[str, float]) -> None:
         self.step_log.add(metrics)

@@ -21,7 +21,6 @@ from tridentrl.checkpoint.model import load_model
 from tridentrl.checkpoint.store import CheckpointStore, Contents, verified
 from tridentrl.configs.load import save_config, to_dict
 from tridentrl.data.sampler import PromptSampler
-from tridentrl.engine.megatron import MegatronEngine
 from tridentrl.parallel.grid import Grid
 from tridentrl.trainer.context import TrainContext
 from tridentrl.trainer.prepare import Prepared
@@ -83,7 +82,7 @@ def run_contents(prepared: Prepared, context: TrainContext, sampler: PromptSampl
         "config": to_dict(prepared.config),
     }
     return Contents(
-        models=_trained(context),
+        models=context.trained(),
         shared_state=shared_state,
         rank_state=random_states(),
         write_config=functools.partial(save_config, prepared.config),
@@ -95,8 +94,9 @@ def restore(found: Found, prepared: Prepared, context: TrainContext) -> None:
 
     On another layout the random states stay as the seed made them: rollouts and the data order do not depend on them.
     """
-    for role, engine in _trained(context).items():
-        load_model(engine, found.folder / role)
+    with context.all_at_work():
+        for role, engine in context.trained().items():
+            load_model(engine, found.folder / role)
     context.load_state_dict(found.state["context"])
     prepared.algorithm.load_state_dict(found.state["algorithm_state"])
     same_layout = found.manifest.layout == asdict(prepared.grid)
@@ -109,11 +109,6 @@ def restore(found: Found, prepared: Prepared, context: TrainContext) -> None:
             log.info("the layout was %s and is %s: the random states of the ranks start from the seed", saved, prepared.grid)
         for line in _changes(found.state["config"], to_dict(prepared.config)):
             log.info("changed since: %s", line)
-
-
-def _trained(context: TrainContext) -> dict[str, MegatronEngine]:
-    engines = {"actor": context.engines.actor, "critic": context.engines.critic}
-    return {role: engine for role, engine in engines.items() if engine}
 
 
 def _check_same_kind_of_run(state: Mapping[str, Any], prepared: Prepared, manifest: Manifest) -> None:

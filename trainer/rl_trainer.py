@@ -23,6 +23,7 @@ from tridentrl.configs.load import save_config, to_dict
 from tridentrl.configs.schema import Config
 from tridentrl.data.prompts import PromptDataset, PromptRow
 from tridentrl.data.sampler import PromptSampler, evaluation_batches, planned_steps
+from tridentrl.engine.megatron import MegatronEngine
 from tridentrl.engine.rollout import Sampling
 from tridentrl.kernels.losses import kl_estimate
 from tridentrl.trainer.builders import (
@@ -175,7 +176,7 @@ class RLTrainer:
         start = time.perf_counter()
         self.context.begin(step)
         self.prepared.algorithm.step(self.context, self.train_data[next(self.sampler)])
-        metrics = self.context.step_log.metrics()
+        metrics = self.context.step_log.metrics() | self.context.memory_metrics()
         staged = sum(self.context.step_log.seconds.values())
         if self.writer:
             seconds = time.perf_counter() - start
@@ -259,24 +260,26 @@ class RLTrainer:
         In this order, so that a run with a checkpoint of its last step lacks nothing. Returns the actor's folder.
         """
         folder = self.run_folder / "hf" / f"step_{step}"
-        export_dtype = self.config.trainer.export_dtype
-        for role, engine in (("actor", self.engines.actor), ("critic", self.engines.critic)):
-            if engine:
-                source = self.prepared.folders[role]
-                export_hf(
-                    engine.spec,
-                    read_config(source),
-                    engine.layouts(),
-                    engine.tensors(),
-                    folder if role == "actor" else folder.with_name(f"{folder.name}-critic"),
-                    head=engine.head,
-                    dtype=None if export_dtype == "auto" else getattr(torch, export_dtype),
-                    tokenizer_folder=self.prepared.tokenizer_folder,
-                    generation_folder=source,
-                    overwrite=True,  # of a step that is trained again after a resume
-                )
-        self.checkpoints.save(step, run_contents(self.prepared, self.context, self.sampler))
+        with self.context.all_at_work():
+            for role, engine in self.context.trained().items():
+                self._export(role, engine, folder if role == "actor" else folder.with_name(f"{folder.name}-{role}"))
+            self.checkpoints.save(step, run_contents(self.prepared, self.context, self.sampler))
         return folder
+
+    def _export(self, role: str, engine: MegatronEngine, folder: Path) -> None:
+        source, dtype = self.prepared.folders[role], self.config.trainer.export_dtype
+        export_hf(
+            engine.spec,
+            read_config(source),
+            engine.layouts(),
+            engine.tensors(),
+            folder,
+            head=engine.head,
+            dtype=None if dtype == "auto" else getattr(torch, dtype),
+            tokenizer_folder=self.prepared.tokenizer_folder,
+            generation_folder=source,
+            overwrite=True,  # of a step that is trained again after a resume
+        )
 
     def close(self) -> None:
         """End the reward workers and flush the records."""
