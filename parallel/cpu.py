@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like", "full_like")
@@ -114,6 +115,7 @@ def _patch_megatron_once() -> None:
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
     import megatron.core.tensor_parallel.random as megatron_random
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -129,6 +131,7 @@ def _patch_megatron_once() -> None:
         # Without Transformer Engine 0.16.1 forgets to define the name that its router asks for.
         moe_utils.te_general_gemm = None
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
+    _allow_unequal_shares(mappings)
 
     _accept_torch_adamw(DistributedOptimizer)
 
@@ -136,6 +139,32 @@ def _patch_megatron_once() -> None:
 def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """The token dispatcher turns numbers of tokens into numpy arrays, as all_to_all needs them, only when they come from a GPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _allow_unequal_shares(mappings: Any) -> None:
+    """Ranks that share an expert's matrices bring it unequal numbers of tokens, for which gloo has neither all_gather nor reduce_scatter.
+
+    Both are made of all_to_all here, which it does have.
+    """
+    equal_gather, equal_reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(input_: torch.Tensor, group: dist.ProcessGroup, output_split_sizes: list[int] | None = None, *rest: Any) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return equal_gather(input_, group, output_split_sizes, *rest)
+        output = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+        copies = input_.repeat(group.size(), *(1 for _ in input_.shape[1:]))
+        dist.all_to_all_single(output, copies, output_split_sizes, [len(input_)] * group.size(), group=group)
+        return output
+
+    def reduce_scatter(input_: torch.Tensor, group: dist.ProcessGroup, input_split_sizes: list[int] | None = None, *rest: Any) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return equal_reduce_scatter(input_, group, input_split_sizes, *rest)
+        mine = input_split_sizes[group.rank()]
+        parts = input_.new_empty(group.size() * mine, *input_.shape[1:])
+        dist.all_to_all_single(parts, input_.contiguous(), [mine] * group.size(), input_split_sizes, group=group)
+        return parts.view(group.size(), mine, *input_.shape[1:]).sum(0)
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
 
 
 def _accept_torch_adamw(optimizer_class: Any) -> None:

@@ -1,9 +1,9 @@
 """The process grid: which rank holds which coordinate on every axis, and which layers it owns.
 
 Axis order from fastest to slowest is Megatron-Core's default "tp-cp-ep-dp-pp":
-`rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank))`. The expert axis
-cuts the ranks of a pipeline stage anew: `ep` consecutive ranks share the experts of a layer, each of which is whole on its rank
-(Megatron's expert tensor parallelism is 1).
+`rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank))`. Experts cut the
+ranks of a pipeline stage anew, as Megatron-Core's do: `etp` consecutive ranks share each matrix of an expert, `ep` such groups share the
+experts of a layer, and what is left are replicas: `rank = etp_rank + etp * (ep_rank + ep * (replica + replicas * pp_rank))`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,31 @@ class Grid:
     vpp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int = 1
 
     def __post_init__(self) -> None:
-        if self.stage % self.ep:
-            raise ValueError(f"{self.stage} ranks of a pipeline stage ({self}) do not divide into groups of {self.ep} that share experts")
+        if self.stage % self.sharing:
+            raise ValueError(
+                f"{self.stage} ranks of a pipeline stage ({self}) do not divide into groups of {self.sharing} that share experts"
+            )
 
     @property
     def stage(self) -> int:
         """Number of ranks of one pipeline stage."""
         return self.tp * self.cp * self.dp
 
+    @property
+    def sharing(self) -> int:
+        """Number of ranks that hold one copy of a layer's experts together, and exchange tokens in it."""
+        return self.ep * self.etp
+
     def ep_rank(self, rank: int) -> int:
         """Which share of the experts `rank` holds."""
-        return rank % self.stage % self.ep
+        return rank % self.stage // self.etp % self.ep
+
+    def etp_rank(self, rank: int) -> int:
+        """Which share of each of its experts' matrices `rank` holds."""
+        return rank % self.stage % self.etp
 
     @property
     def world(self) -> int:
@@ -73,7 +85,7 @@ class Grid:
         return range(first, first + per_chunk)
 
     def __str__(self) -> str:
-        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "cp": self.cp, "ep": self.ep, "dp": self.dp}
+        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "cp": self.cp, "ep": self.ep, "etp": self.etp, "dp": self.dp}
         return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1 or axis in ("tp", "pp", "dp"))
 
 

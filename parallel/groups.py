@@ -30,6 +30,6 @@ def init_groups(grid: Grid, *, seed: int) -> None:
             virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
             context_parallel_size=grid.cp,
             expert_model_parallel_size=grid.ep,
-            expert_tensor_parallel_size=1,
+            expert_tensor_parallel_size=grid.etp,
         )
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -90,7 +90,7 @@ def transformer_config(
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
             "expert_model_parallel_size": grid.ep,
-            "expert_tensor_parallel_size": 1,
+            "expert_tensor_parallel_size": grid.etp,
         }
     return TransformerConfig(
         num_layers=spec.num_layers,
@@ -159,8 +159,8 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, grid: Grid, *, head
                 model.rotary_pos_emb.inv_freq = _scaled_frequencies(spec).to(model.rotary_pos_emb.inv_freq.device)
             for name, parameter in model.named_parameters():
                 if ".experts." in name:
-                    # Megatron-Core marks them so only where several ranks share experts; but one expert is whole on every tensor-parallel
-                    # rank, which sees its share of the tokens, so that gradients must be summed over other ranks than those of dense ones.
+                    # Megatron-Core marks them so only where expert parallelism is above 1; but wherever experts are cut over other ranks
+                    # than dense weights are, their gradients must be summed over other ranks too.
                     parameter.allreduce = False
             if spec.scaled_embedding and model.pre_process:
                 model.embedding.register_forward_hook(functools.partial(_scale_embedding, scale=math.sqrt(spec.hidden_size)))

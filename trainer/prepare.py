@@ -62,6 +62,7 @@ class Prepared:
             cp=parallel.context,
             dp=dp,
             ep=parallel.expert,
+            etp=parallel.expert_tensor,
         )
 
 

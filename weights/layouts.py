@@ -88,7 +88,7 @@ def _megatron(spec: ModelSpec, grid: Grid, rank: int, head: Head, fused_norms: b
                 holder, slot = divmod(weight.expert, share("experts", spec.num_experts, grid.ep, "expert-parallel"))
                 if holder != grid.ep_rank(rank):
                     continue
-                shard = weight.cut.megatron(weight.shape, 1, 0)
+                shard = weight.cut.megatron(weight.shape, grid.etp, grid.etp_rank(rank))
             for local, layer in enumerate(layers if weight.at == "layer" else (0,)):
                 yield weight.hf.format(layer), f"{chunk}.{name.format(local, slot)}", weight, shard
 
