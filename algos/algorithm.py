@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
-from tridentrl.algos.context import Context, MicroBatch
-from tridentrl.algos.rollouts import Rollouts
+from tridentrl.algos.context import Context, MicroBatch, Prompt
 from tridentrl.kernels.losses import AGGREGATIONS, token_weights
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"]
@@ -28,7 +26,7 @@ class BaseConfig:
     loss_aggregation: Aggregation = "token-mean"
     """How token losses become one number: token-mean, seq-mean-token-mean, seq-mean-token-sum or fixed-length."""
     loss_length: int | None = None
-    """Tokens that loss_aggregation=fixed-length divides each sample's sum by, usually the longest response allowed."""
+    """Tokens that loss_aggregation=fixed-length divides each sample's sum by; None: `rollout.max_response_length`."""
 
     def __post_init__(self) -> None:
         if problems := self.problems():
@@ -50,34 +48,9 @@ class BaseConfig:
             *rule(
                 "loss_length",
                 self.loss_length,
-                self.loss_aggregation != "fixed-length" or (self.loss_length is not None and self.loss_length >= 1),
-                "loss_aggregation=fixed-length divides by it; set the longest response in tokens",
+                self.loss_length is None or self.loss_length >= 1,
+                "loss_aggregation=fixed-length divides by it; set 1 or more, or null for rollout.max_response_length",
             ),
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyGradientConfig(BaseConfig):
-    """Settings shared by the algorithms that sample and use the clipped ratio objective."""
-
-    clip_coef: float = 0.2
-    """The probability ratio counts down to 1 - clip_coef (arXiv 1707.06347)."""
-    clip_coef_high: float | None = None
-    """The ratio counts up to 1 + clip_coef_high; None: the same as clip_coef."""
-    mask_truncated: bool = False
-    """Do not train on responses that were cut for length: their tokens leave loss and denominators. Rewards and lengths still count."""
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """(low, high) distances from 1."""
-        return self.clip_coef, self.clip_coef if self.clip_coef_high is None else self.clip_coef_high
-
-    def problems(self) -> list[str]:
-        low, high = self.clip_range
-        return [
-            *super().problems(),
-            *rule("clip_coef", low, 0 < low <= 1, "a ratio cannot fall below 0; set it in (0, 1], usually 0.2"),
-            *rule("clip_coef_high", high, high > 0, "set it above 0, or null for the value of clip_coef"),
         ]
 
 
@@ -107,8 +80,13 @@ class Algorithm(ABC):
         """Responses to each prompt of a step."""
         return 1
 
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt that its settings cover; None: any."""
+        return None
+
     @abstractmethod
-    def step(self, ctx: Context, prompts: Any) -> None:
+    def step(self, ctx: Context, prompts: Sequence[Prompt]) -> None:
         """Everything that happens to one batch of prompts. Every rank runs it alike."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,11 +105,5 @@ class Algorithm(ABC):
             mode=self.config.loss_aggregation,
             tokens=batch.denominators.tokens,
             sequences=batch.denominators.sequences,
-            fixed_length=self.config.loss_length,
+            fixed_length=self.config.loss_length or batch.denominators.longest,
         )
-
-
-def without_truncated(rollouts: Rollouts) -> Rollouts:
-    """The same samples with nothing to train in those that were cut for length."""
-    finished_R = rollouts.per_token(~rollouts.truncated_N)
-    return replace(rollouts, response_mask_R=torch.where(finished_R, rollouts.response_mask_R, 0.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +21,8 @@ class Denominators:
     """Trained response tokens (sum of `response_mask`)."""
     sequences: float
     """Samples with at least one trained token."""
+    longest: int
+    """Tokens of the longest response allowed, `rollout.max_response_length`."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,15 @@ PolicyLoss = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tens
 ValueLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
+class Prompt(Protocol):
+    """What an algorithm may read of a prompt row."""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Tokens after the template."""
+        ...
+
+
 class Context(Protocol):
     """The verbs of a controller program. Every rank calls the same ones in the same order."""
 
@@ -50,17 +61,25 @@ class Context(Protocol):
     """`trainer.kl_coef`."""
     data_group: ProcessGroup | None
     """The data-parallel group; None when there is one rank."""
+    max_response_length: int
+    """`rollout.max_response_length`, tokens."""
 
-    def generate(self, prompts: Any, *, n: int, greedy: bool = False) -> Rollouts:
-        """Sample `n` responses to each prompt row. Field `engine_logprobs` holds the engine's own log-probabilities."""
+    def generate(self, prompts: Any, *, n: int | Sequence[int], greedy: bool = False) -> Rollouts:
+        """Sample `n` responses to each prompt row, or as many as `n` says for each. A sample's group id is its row's place in `prompts`.
+
+        Field `engine_logprobs` holds the engine's own log-probabilities.
+        """
         ...
 
     def demonstrations(self, prompts: Any) -> Rollouts:
         """The rows' own responses (`data.response_key`) as a batch, for supervised training."""
         ...
 
-    def reward(self, rollouts: Rollouts) -> Tensor:
-        """Score of every sample, float32 [N], on all ranks; NaN where the sample is excluded from statistics and loss."""
+    def reward(self, rollouts: Rollouts, *, name: str = "reward") -> Tensor:
+        """Score of every sample, float32 [N], on all ranks; NaN where the sample is excluded from statistics and loss.
+
+        Of the last rollouts generated. `name`: where their metrics go, `<name>/mean` and so on.
+        """
         ...
 
     def actor_logprobs(self, rollouts: Rollouts) -> Tensor:

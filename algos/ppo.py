@@ -6,24 +6,25 @@ Policy loss: clipped ratio (1707.06347, eq. 7) minus `entropy_coef` times the en
 error (eq. 9), clipped around the old value by `value_clip`.
 
 Deviations: actor and critic are two models with an optimizer each, so eq. 9 is two losses, and `vf_coef` matters only through gradient
-clipping. The KL weight is fixed. A response that was cut for length ends like any other: the value after its last token is 0, there is no
-bootstrap from the critic (set `mask_truncated` to leave such responses out of both losses).
+clipping. The KL weight is fixed unless `kl_target` is set. A response that was cut for length ends like any other: the value after its
+last token is 0, there is no bootstrap from the critic (set `mask_truncated` to leave such responses out of both losses).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tridentrl.algos.algorithm import Algorithm, PolicyGradientConfig, rule, without_truncated
-from tridentrl.algos.context import Context, MicroBatch
+from tridentrl.algos.algorithm import rule
+from tridentrl.algos.context import Context, MicroBatch, Prompt
+from tridentrl.algos.policy_gradient import KLEstimator, PolicyGradient, PolicyGradientConfig, without_excluded
 from tridentrl.algos.registry import register
-from tridentrl.kernels.advantages import gae, last_trained_token, masked_mean, masked_whiten
-from tridentrl.kernels.losses import kl_estimate, mean_over_batch, policy_loss, value_loss
-from tridentrl.kernels.masks import neutralise
+from tridentrl.kernels.advantages import gae, last_trained_token, masked_mean
+from tridentrl.kernels.losses import value_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,10 @@ class PPOConfig(PolicyGradientConfig):
     """Weight of the value loss (a squared error without a factor 1/2)."""
     value_clip: float | None = 0.2
     """The new value counts within +-value_clip (in units of reward) of the old one; null: no clip."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus, per nat."""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """Whether the KL is taken off the rewards (the paper's) or is a term of the loss."""
+    kl_estimator: KLEstimator = "k1"
+    """k1 (the paper's), k2 or k3, see `kernels.losses.kl_estimate`. Under kl_in=loss k2 or k3."""
     whiten_advantages: bool = True
     """Shift and scale advantages to mean 0 and std 1 over all trained tokens of the step."""
 
@@ -51,60 +54,37 @@ class PPOConfig(PolicyGradientConfig):
             *rule("lam", self.lam, 0 <= self.lam <= 1, "lambda of GAE lies in [0, 1]"),
             *rule("vf_coef", self.vf_coef, self.vf_coef > 0, "with 0 the critic would not learn; set it above 0"),
             *rule("value_clip", self.value_clip, self.value_clip is None or self.value_clip > 0, "set it above 0, or null for no clip"),
-            *rule("entropy_coef", self.entropy_coef, self.entropy_coef >= 0, "a negative bonus removes entropy; set 0 or more"),
         ]
 
 
 @register("ppo")
-class PPO(Algorithm):
+class PPO(PolicyGradient):
     Config = PPOConfig
     config: PPOConfig
 
     def roles(self, *, kl_coef: float) -> tuple[str, ...]:
-        return ("actor", "critic", "reference") if kl_coef > 0 else ("actor", "critic")
+        return (*super().roles(kl_coef=kl_coef), "critic")
 
     @property
     def samples_per_prompt(self) -> int:
         return self.config.samples_per_prompt
 
-    def step(self, ctx: Context, prompts: Any) -> None:
+    def step(self, ctx: Context, prompts: Sequence[Prompt]) -> None:
         config = self.config
         rollouts = ctx.generate(prompts, n=config.samples_per_prompt)
-        scores = ctx.reward(rollouts)
-        keep = ~scores.isnan()
-        rollouts, scores = rollouts[keep], scores[keep]
+        rollouts, scores = without_excluded(rollouts, ctx.reward(rollouts))
         if len(rollouts) == 0:
-            return  # every sample was excluded: there is nothing to learn from
-        if config.mask_truncated:
-            rollouts = without_truncated(rollouts)
-        mask, lengths = rollouts.response_mask_R, rollouts.lengths_n
-        rollouts = rollouts.with_fields(old_logprobs=ctx.actor_logprobs(rollouts), old_values=ctx.values(rollouts))
+            return  # there is nothing to learn from
+        rollouts = self.scored(ctx, rollouts)
+        values, mask, lengths = ctx.values(rollouts), rollouts.response_mask_R, rollouts.lengths_n
         rewards = torch.where(last_trained_token(mask, lengths), rollouts.per_token(scores), 0.0)
-        if ctx.kl_coef > 0:
-            kl = kl_estimate(rollouts.fields["old_logprobs"], ctx.reference_logprobs(rollouts), "k1")
-            ctx.log({"kl/mean": masked_mean(kl, mask, group=ctx.data_group)})
-            rewards = rewards - ctx.kl_coef * kl
         with ctx.timer("advantage"):
-            values = rollouts.fields["old_values"]
-            advantages, returns = gae(rewards, values, mask, lengths, gamma=config.gamma, lam=config.lam)
+            advantages, returns = gae(self.less_kl(rewards, rollouts), values, mask, lengths, gamma=config.gamma, lam=config.lam)
             means = {"advantage/mean": advantages, "advantage/return_mean": returns, "advantage/value_mean": values}
             ctx.log({name: masked_mean(tensor, mask, group=ctx.data_group) for name, tensor in means.items()})
-            if config.whiten_advantages:
-                advantages = masked_whiten(advantages, mask, group=ctx.data_group)
-        rollouts = rollouts.with_fields(advantages=advantages, returns=returns)
-        ctx.update_critic(rollouts, self.critic_loss, epochs=config.epochs, mini_batch_size=config.mini_batch_size)
-        ctx.update_actor(rollouts, self.actor_loss, epochs=config.epochs, mini_batch_size=config.mini_batch_size)
-
-    def actor_loss(self, logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        mask, fields, tokens, weights = batch.response_mask, batch.fields, batch.denominators.tokens, self.weights(batch)
-        low, high = self.config.clip_range
-        loss, metrics = policy_loss(
-            logprobs, fields["old_logprobs"], fields["advantages"], mask, weights, clip_low=low, clip_high=high, tokens=tokens
-        )
-        if self.config.entropy_coef > 0:
-            (trained_entropy,) = neutralise(mask, entropy)
-            loss = loss - self.config.entropy_coef * (weights * trained_entropy).sum()
-        return loss, metrics | {"entropy": mean_over_batch(entropy, mask, tokens=tokens)}
+        learned = rollouts.with_fields(old_values=values, returns=returns)
+        ctx.update_critic(learned, self.critic_loss, epochs=config.epochs, mini_batch_size=config.mini_batch_size)
+        self.update(ctx, rollouts, advantages)
 
     def critic_loss(self, values: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = value_loss(

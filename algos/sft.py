@@ -6,12 +6,12 @@ Prompt tokens are not trained. Log-probabilities are taken at the temperature th
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from tridentrl.algos.algorithm import Algorithm, BaseConfig
-from tridentrl.algos.context import Context, MicroBatch
+from tridentrl.algos.context import Context, MicroBatch, Prompt
 from tridentrl.algos.registry import register
 from tridentrl.kernels.losses import mean_over_batch
 from tridentrl.kernels.masks import neutralise
@@ -22,11 +22,12 @@ class SFT(Algorithm):
     Config = BaseConfig
     config: BaseConfig
     online = False
+    data_keys = ("response_key",)
 
     def roles(self, *, kl_coef: float) -> tuple[str, ...]:
         return ("actor",)
 
-    def step(self, ctx: Context, prompts: Any) -> None:
+    def step(self, ctx: Context, prompts: Sequence[Prompt]) -> None:
         demonstrations = ctx.demonstrations(prompts)
         ctx.update_actor(demonstrations, self.loss, epochs=self.config.epochs, mini_batch_size=self.config.mini_batch_size)
 

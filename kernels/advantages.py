@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tridentrl.kernels.masks import neutralise, sample_index
+from tridentrl.kernels.masks import neutralise, sample_index, sum_per_sample
 
 
 def last_trained_token(mask_R: Tensor, lengths_n: Tensor) -> Tensor:
@@ -103,6 +103,16 @@ def group_normalized(rewards_N: Tensor, group_ids_N: Tensor, *, eps: float = 1e-
     return (statistics.centred_N / scale_G[statistics.index_N]).float()
 
 
+def leave_one_out(rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
+    """Reward minus the mean reward of the *other* samples of its group (RLOO, arXiv 2402.14740), float32 [N].
+
+    0 for excluded samples (reward NaN), for a group of one and, exactly, for a group of equal rewards.
+    """
+    statistics = group_statistics(rewards_N, group_ids_N)
+    scale_G = statistics.counts_G / (statistics.counts_G - 1).clamp(min=1)  # r - mean of others = (r - mean) count / (count - 1)
+    return (statistics.centred_N * scale_G[statistics.index_N]).float()
+
+
 def top_k_per_group(scores_N: Tensor, group_ids_N: Tensor, k: int) -> Tensor:
     """bool [N], True for the k highest scores of each group; of equal scores the earlier sample wins; NaN is never kept."""
     if k < 1:
@@ -115,6 +125,20 @@ def top_k_per_group(scores_N: Tensor, group_ids_N: Tensor, k: int) -> Tensor:
     keep_N = torch.zeros_like(group_ids_N, dtype=torch.bool)
     keep_N[order_N[place_N < k]] = True
     return keep_N & ~scores_N.isnan()
+
+
+def reward_to_go(rewards_R: Tensor, mask_R: Tensor, lengths_n: Tensor) -> Tensor:
+    """Sum of each token's and its sample's later rewards, [R], over trained tokens only; 0 where masked."""
+    return gae(rewards_R, torch.zeros_like(rewards_R), mask_R, lengths_n, gamma=1.0, lam=1.0)[0]
+
+
+def samplewise_sum(
+    x_R: Tensor, mask_R: Tensor, lengths_n: Tensor, rows_n: Tensor, *, samples: int, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Sum over the trained tokens of each of the step's samples, on all ranks of `group`: [R] -> [N]. A collective."""
+    (x_R,) = neutralise(mask_R, x_R)
+    sums_N = x_R.new_zeros(samples).index_add_(0, rows_n, sum_per_sample(x_R, lengths_n))
+    return _sum_over_ranks(sums_N, group)
 
 
 def masked_mean(x_R: Tensor, mask_R: Tensor, *, group: dist.ProcessGroup | None) -> float:

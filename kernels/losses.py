@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tridentrl.kernels.masks import neutralise, sample_index
+from tridentrl.kernels.masks import neutralise, sample_index, sum_per_sample
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 (ratio up to 4.9e8) so that exp and its gradient stay finite; beyond it the gradient is 0."""
@@ -37,9 +37,8 @@ def token_weights(
     if mode == "token-mean":
         return mask_r / tokens
     if mode == "seq-mean-token-mean":
-        sample_r = sample_index(lengths_s)
-        trained_s = mask_r.new_zeros(len(lengths_s)).index_add_(0, sample_r, mask_r)
-        return mask_r / (trained_s.clamp(min=1)[sample_r] * sequences)
+        trained_s = sum_per_sample(mask_r, lengths_s).clamp(min=1)
+        return mask_r / (trained_s[sample_index(lengths_s)] * sequences)
     if mode == "seq-mean-token-sum":
         return mask_r / sequences
     if mode == "fixed-length":
@@ -59,27 +58,65 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     tokens: float,
+    dual_clip: float | None = None,
+    sequence_lengths_s: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Clipped surrogate (arXiv 1707.06347, eq. 7) with its sign turned: sum w max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A).
 
-    Returns the scalar loss and pg_loss, pg_clipfrac (share of tokens where the clip decides), ppo_kl (estimate of KL(old || new) from
-    samples of old: ratio - 1 - log ratio, never negative) and ratio_max. The log-ratio is clamped to `LOG_RATIO_LIMIT`; an infinite or NaN
-    log-ratio at a trained token makes the loss and that token's gradient NaN, so that it can be seen and the step skipped.
+    `dual_clip`: where A < 0 the loss of a token is at most -dual_clip A (arXiv 1912.09729).
+    `sequence_lengths_s`: the ratio of every token is its whole response's, exp(mean of its trained tokens' log-ratios) (GSPO, arXiv
+    2507.18071, eq. 7); the gradient reaches all of them.
+    Returns the scalar loss and pg_loss, pg_clipfrac (share of tokens where a clip decides), ppo_kl (estimate of KL(old || new) from
+    samples of old: token ratio - 1 - log ratio, never negative) and ratio_max. The log-ratio is clamped to `LOG_RATIO_LIMIT`; an infinite
+    or NaN log-ratio at a trained token makes the loss and that token's gradient NaN, so that it can be seen and the step skipped.
     """
     logprobs_r, old_logprobs_r, advantages_r = neutralise(mask_r, logprobs_r, old_logprobs_r, advantages_r)
-    log_ratio_r = _bounded(logprobs_r - old_logprobs_r)
+    log_ratio_r = token_log_ratio_r = _bounded(logprobs_r - old_logprobs_r)
+    if sequence_lengths_s is not None:
+        trained_s = sum_per_sample(mask_r.bool().to(logprobs_r.dtype), sequence_lengths_s)
+        mean_s = sum_per_sample(logprobs_r - old_logprobs_r, sequence_lengths_s) / trained_s.clamp(min=1)
+        log_ratio_r = _bounded(mean_s)[sample_index(sequence_lengths_s)]
     ratio_r = log_ratio_r.exp()
     plain_r = -ratio_r * advantages_r
-    clipped_r = -ratio_r.clamp(1 - clip_low, 1 + clip_high) * advantages_r
-    loss = (weights_r * torch.maximum(plain_r, clipped_r)).sum()
-    with torch.no_grad():
-        metrics = {
-            "pg_loss": loss.detach(),
-            "pg_clipfrac": mean_over_batch(clipped_r > plain_r, mask_r, tokens=tokens),
-            "ppo_kl": mean_over_batch(ratio_r - 1 - log_ratio_r, mask_r, tokens=tokens),
-            "ratio_max": torch.cat([ratio_r.new_zeros(1), ratio_r[mask_r.bool()]]).max(),
-        }
-    return loss, metrics
+    clipped_r = torch.maximum(plain_r, -ratio_r.clamp(1 - clip_low, 1 + clip_high) * advantages_r)
+    if dual_clip is not None:
+        clipped_r = torch.where(advantages_r < 0, torch.minimum(clipped_r, -dual_clip * advantages_r), clipped_r)
+    loss = (weights_r * clipped_r).sum()
+    return loss, _ratio_metrics(loss, clipped_r != plain_r, ratio_r, token_log_ratio_r, mask_r, tokens)
+
+
+def clipped_weight_loss(
+    logprobs_r: Tensor,
+    old_logprobs_r: Tensor,
+    advantages_r: Tensor,
+    mask_r: Tensor,
+    weights_r: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    tokens: float,
+) -> tuple[Tensor, Metrics]:
+    """REINFORCE under clipped importance weights (CISPO, arXiv 2506.13585, eq. 4): -sum w held(ratio) A log pi.
+
+    held(ratio) = clip(ratio, 1 - clip_low, 1 + clip_high) is a constant for the gradient, so that no token's gradient vanishes.
+    Metrics and what becomes of broken log-ratios as for `policy_loss`.
+    """
+    logprobs_r, old_logprobs_r, advantages_r = neutralise(mask_r, logprobs_r, old_logprobs_r, advantages_r)
+    log_ratio_r = _bounded(logprobs_r - old_logprobs_r).detach()
+    ratio_r = log_ratio_r.exp()
+    held_r = ratio_r.clamp(1 - clip_low, 1 + clip_high)
+    loss = -(weights_r * held_r * advantages_r * logprobs_r).sum()
+    return loss, _ratio_metrics(loss, held_r != ratio_r, ratio_r, log_ratio_r, mask_r, tokens)
+
+
+@torch.no_grad()
+def _ratio_metrics(loss: Tensor, clipped_r: Tensor, ratio_r: Tensor, log_ratio_r: Tensor, mask_r: Tensor, tokens: float) -> Metrics:
+    return {
+        "pg_loss": loss.detach(),
+        "pg_clipfrac": mean_over_batch(clipped_r, mask_r, tokens=tokens),
+        "ppo_kl": mean_over_batch(log_ratio_r.exp() - 1 - log_ratio_r, mask_r, tokens=tokens),
+        "ratio_max": torch.cat([ratio_r.new_zeros(1), ratio_r[mask_r.bool()]]).max(),
+    }
 
 
 def value_loss(

@@ -18,3 +18,8 @@ def neutralise(mask_R: Tensor, *tensors_R: Tensor) -> tuple[Tensor, ...]:
 def sample_index(lengths_n: Tensor) -> Tensor:
     """Which of the n samples each packed token belongs to: [n] -> int64 [R]."""
     return torch.arange(len(lengths_n), device=lengths_n.device).repeat_interleave(lengths_n)
+
+
+def sum_per_sample(x_R: Tensor, lengths_n: Tensor) -> Tensor:
+    """Sum of a packed tensor over each sample's tokens: [R] -> [n], differentiable."""
+    return x_R.new_zeros(len(lengths_n)).index_add(0, sample_index(lengths_n), x_R)

@@ -90,17 +90,34 @@ class TableContext:
     logged: dict[str, float] = field(default_factory=dict)
     junk: float = 0.0
     """Added to everything a model says about a token that is not trained."""
+    engine: Tensor | None = None
+    """Another table, for the policy as the rollout engine sees it; None: the actor's own, to the last bit."""
+    greedy: list[Sample] = field(default_factory=list)
+    """What is generated greedily."""
+    later: list[list[Sample]] = field(default_factory=list)
+    """What the prompts lead to that are asked for beyond the step's own."""
+    max_response_length: int = 5
+    rewards: list[float] = field(default_factory=list)
+    """Of the last rollouts."""
 
-    def generate(self, prompts: Any, *, n: int, greedy: bool = False) -> Rollouts:
-        self.calls.append(f"generate {n}")
-        return self.demonstrations(prompts)
+    def generate(self, prompts: Any, *, n: Any, greedy: bool = False) -> Rollouts:
+        self.calls.append(f"generate {'greedily' if greedy else n}")
+        rollouts = self._pack(self.greedy if greedy else prompts or self.samples)
+        return rollouts.with_fields(engine_logprobs=self._policy(self.actor if self.engine is None else self.engine, rollouts)[0])
+
+    def more_prompts(self) -> Any:
+        return self.later.pop(0)
 
     def demonstrations(self, prompts: Any) -> Rollouts:
-        ranks, rank = (self.data_group.size(), self.data_group.rank()) if self.data_group else (1, 0)
-        return pack(self.samples, list(range(len(self.samples)))[rank::ranks])
+        return self._pack(self.samples)
 
-    def reward(self, rollouts: Rollouts) -> Tensor:
-        return torch.tensor([s.reward for s in self.samples])
+    def _pack(self, samples: list[Sample]) -> Rollouts:
+        self.rewards = [s.reward for s in samples]
+        ranks, rank = (self.data_group.size(), self.data_group.rank()) if self.data_group else (1, 0)
+        return pack(samples, list(range(len(samples)))[rank::ranks])
+
+    def reward(self, rollouts: Rollouts, *, name: str = "reward") -> Tensor:
+        return torch.tensor(self.rewards)
 
     def actor_logprobs(self, rollouts: Rollouts) -> Tensor:
         return self._policy(self.actor, rollouts)[0]
@@ -140,7 +157,7 @@ class TableContext:
             batch = rollouts[torch.isin(torch.arange(len(rollouts)), members)]
             trained = [float(part.sum()) for part in batch.response_mask_R.split(batch.lengths_n.tolist())]
             sizes = self._sum(torch.tensor([sum(trained), float(sum(count > 0 for count in trained))]))
-            denominators = Denominators(tokens=float(sizes[0]), sequences=float(sizes[1]))
+            denominators = Denominators(tokens=float(sizes[0]), sequences=float(sizes[1]), longest=self.max_response_length)
             gradient, metrics = torch.zeros_like(weights), dict[str, float]()
             for held in batch.rows_n.split(self.micro_batch):
                 part = batch[torch.isin(torch.arange(len(batch)), held)]

@@ -120,7 +120,7 @@ def update_gradients(grid: Grid, folder: str, algorithm: str, head: str, max_tok
         engine.load(folder)
     members = share_of(grid.coord(dist.get_rank()).dp_rank, grid.dp)
     mask = packed_fields(list(range(len(PROMPTS))))["mask"]
-    denominators = Denominators(tokens=mask.sum().item(), sequences=float(len(PROMPTS)))
+    denominators = Denominators(tokens=mask.sum().item(), sequences=float(len(PROMPTS)), longest=8)
     fields = packed_fields(members)
     loss = loss_of(algorithm, head)
 
@@ -156,7 +156,7 @@ def gather_gradients(buffers: list[Any], group: dist.ProcessGroup) -> None:
 def loss_of(algorithm: str, head: str) -> Any:
     if algorithm == "ppo":
         ppo = PPO(PPOConfig(entropy_coef=0.01))
-        return ppo.critic_loss if head == "value" else ppo.actor_loss
+        return ppo.critic_loss if head == "value" else ppo.loss
     return GRPO(GRPOConfig(beta=0.05, group_size=2)).loss
 
 
@@ -189,7 +189,7 @@ def reference_gradients(folder: str, algorithm: str, head: str) -> dict[str, tor
         response_mask=fields["mask"],
         lengths=torch.tensor(RESPONSES),
         fields=fields,
-        denominators=Denominators(tokens=fields["mask"].sum().item(), sequences=float(len(PROMPTS))),
+        denominators=Denominators(tokens=fields["mask"].sum().item(), sequences=float(len(PROMPTS)), longest=8),
     )
     loss, _ = loss_of(algorithm, head)(*(torch.cat(parts) for parts in zip(*outputs, strict=True)), micro)
     loss.backward()

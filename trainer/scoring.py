@@ -56,9 +56,9 @@ class Scorer:
         for numbers_of_rank, part in scores:
             rewards_N[numbers_of_rank] = torch.tensor(part.rewards, dtype=torch.float32)
         metrics = {
-            "reward/abstained": float(sum(part.abstained for _, part in scores)),
-            "reward/failed": float(sum(len(part.failures) for _, part in scores)),
-            "reward/timed_out": float(sum(part.timed_out for _, part in scores)),
+            "abstained": float(sum(part.abstained for _, part in scores)),
+            "failed": float(sum(len(part.failures) for _, part in scores)),
+            "timed_out": float(sum(part.timed_out for _, part in scores)),
         }
         return rewards_N.to(rollouts.tokens_T.device), metrics
 
