@@ -65,6 +65,8 @@ class Algorithm(ABC):
     Config: ClassVar[type[BaseConfig]] = BaseConfig
     online: ClassVar[bool] = True
     """Whether it trains on its own samples, so that a rollout engine is needed."""
+    data_keys: ClassVar[tuple[str, ...]] = ()
+    """Settings of the section `data` that must name a column."""
 
     def __init__(self, config: BaseConfig | None = None) -> None:
         self.config: Any = self.Config() if config is None else config
@@ -73,7 +75,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def roles(self, *, kl_coef: float) -> tuple[str, ...]:
-        """Models it needs out of actor, critic, reference, when `trainer.kl_coef` is `kl_coef`."""
+        """Models it needs out of actor, critic, reference and reward_model, when `trainer.kl_coef` is `kl_coef`; first the main one."""
 
     @property
     def samples_per_prompt(self) -> int:

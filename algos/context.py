@@ -49,6 +49,11 @@ class Prompt(Protocol):
     """What an algorithm may read of a prompt row."""
 
     @property
+    def row_id(self) -> int:
+        """Number of the row in the data files."""
+        ...
+
+    @property
     def prompt_ids(self) -> list[int]:
         """Tokens after the template."""
         ...
@@ -75,6 +80,10 @@ class Context(Protocol):
         """The rows' own responses (`data.response_key`) as a batch, for supervised training."""
         ...
 
+    def preferences(self, prompts: Any) -> Rollouts:
+        """Two samples for each row, its chosen response (`data.chosen_key`) and its rejected one (`data.rejected_key`), in this order."""
+        ...
+
     def reward(self, rollouts: Rollouts, *, name: str = "reward") -> Tensor:
         """Score of every sample, float32 [N], on all ranks; NaN where the sample is excluded from statistics and loss.
 
@@ -90,16 +99,30 @@ class Context(Protocol):
         """The same from the frozen reference."""
         ...
 
-    def values(self, rollouts: Rollouts) -> Tensor:
-        """Critic value of the state in which each response token was chosen, float32 [R]."""
+    def values(self, rollouts: Rollouts, *, role: str = "critic") -> Tensor:
+        """Value of the state in which each response token was chosen by the model `role`, which has a value head, float32 [R]."""
         ...
 
-    def update_actor(self, rollouts: Rollouts, loss: PolicyLoss, *, epochs: int = 1, mini_batch_size: int | None = None) -> None:
-        """One optimizer step per mini-batch of `mini_batch_size` samples (None: all) and epoch."""
+    def update_actor(
+        self, rollouts: Rollouts, loss: PolicyLoss, *, epochs: int = 1, mini_batch_size: int | None = None, together: int = 1
+    ) -> None:
+        """One optimizer step per mini-batch of `mini_batch_size` samples (None: all) and epoch.
+
+        `together`: so many samples in a row are never split, neither between mini-batches nor micro-batches; a loss sees them in a row.
+        """
         ...
 
-    def update_critic(self, rollouts: Rollouts, loss: ValueLoss, *, epochs: int = 1, mini_batch_size: int | None = None) -> None:
-        """The same for the critic."""
+    def update_critic(
+        self,
+        rollouts: Rollouts,
+        loss: ValueLoss,
+        *,
+        role: str = "critic",
+        epochs: int = 1,
+        mini_batch_size: int | None = None,
+        together: int = 1,
+    ) -> None:
+        """The same for the model `role`, which has a value head."""
         ...
 
     def timer(self, name: str) -> AbstractContextManager[None]:

@@ -80,3 +80,19 @@ class Rollouts:
             response_mask_R=self.response_mask_R[keep_R],
             fields={name: tensor[keep_R] for name, tensor in self.fields.items()},
         )
+
+    def as_wholes(self) -> Rollouts:
+        """The same sequences, each with one "response token" behind its end, so that the value of its state is a score of the whole.
+
+        That token is never read by what stands before it. Fields do not come along.
+        """
+        ends = self.tokens_T.split((self.prompt_lengths_N + self.response_lengths_N)[self.rows_n].tolist())
+        behind = self.tokens_T.new_zeros(1)
+        return replace(
+            self,
+            prompt_lengths_N=self.prompt_lengths_N + self.response_lengths_N,
+            response_lengths_N=torch.ones_like(self.response_lengths_N),
+            tokens_T=torch.cat([self.tokens_T[:0], *(part for sequence in ends for part in (sequence, behind))]),
+            response_mask_R=torch.ones(len(ends), device=self.tokens_T.device),
+            fields={},
+        )

@@ -58,6 +58,7 @@ def violations(config: Config, models: Mapping[str, ModelSpec], *, world: int, b
         *something_ends_the_run(config),
         *the_schedule_has_an_end(config),
         *evaluation_has_files(config),
+        *pairs_have_two_sides(config),
     ]
     for role, spec in models.items():
         found += [
@@ -248,6 +249,13 @@ def the_schedule_has_an_end(config: Config) -> Violations:
 def evaluation_has_files(config: Config) -> Violations:
     if config.data.val_max_rows is not None and not config.data.val_files:
         yield f"data.val_max_rows={config.data.val_max_rows}: there is nothing to evaluate; set data.val_files or data.val_max_rows=null"
+
+
+def pairs_have_two_sides(config: Config) -> Violations:
+    chosen, rejected = config.data.chosen_key, config.data.rejected_key
+    if (chosen is None) != (rejected is None):
+        given, missing = ("chosen_key", "rejected_key") if rejected is None else ("rejected_key", "chosen_key")
+        yield f"data.{given}={chosen or rejected} without data.{missing}: a pair has two responses; set both or neither"
 
 
 def tensor_parallel_divides_heads(role: str, spec: ModelSpec, tensor: int | str, key: str) -> Violations:

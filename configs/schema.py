@@ -40,11 +40,16 @@ class DataConfig:
     """Column with the ground truth; null: `reward_model.ground_truth` where the files have it, else rows have none."""
     response_key: Text | None = None
     """Column with the response to imitate (a string), for supervised algorithms."""
+    chosen_key: Text | None = None
+    """Column with the better response of a pair, for algorithms that learn from preferences: a string, a list with the assistant's message,
+    or the whole conversation, which then holds the prompt too."""
+    rejected_key: Text | None = None
+    """Column with the worse one."""
     max_prompt_length: Count = 512
     """Tokens of the prompt after the chat template. Holds common math and code prompts."""
     truncation: Literal["error", "filter", "left", "right"] = "error"
     """A longer prompt: error at load, drop and count the row, cut its left or its right end. Error, because a cut prompt may be unsolvable.
-    A response of `response_key` that is too long is an error, dropped, or cut at its right end for left and right alike."""
+    A response that a file brings and that is too long is an error, dropped, or cut at its right end for left and right alike."""
     train_batch_size: Count = 32
     """Prompts (not responses) per step, over all ranks."""
     val_batch_size: Count | None = None
@@ -70,6 +75,8 @@ class ModelConfig:
     """Body of the critic; null: the actor's. Its value head starts fresh."""
     reference_pretrained_model_name_or_path: Text | None = None
     """The frozen model that KL is measured to; null: the actor as it was at the start."""
+    reward_model_pretrained_model_name_or_path: Text | None = None
+    """Body of the reward model that `algorithm.name=reward_model` trains; null: the actor's. A head that it has is kept."""
     tokenizer_name_or_path: Text | None = None
     """null: the actor's."""
     trust_remote_code: bool = False

@@ -51,10 +51,14 @@ def load_rows(paths: Sequence[str], config: DataConfig, *, key: str) -> Rows:
     in a column that must not have one, with its file and row.
     """
     tables = [read_table(path, key=key) for path in paths]
+    pairs = config.chosen_key is not None
     named = {
-        "prompt_key": config.prompt_key,
+        # Conversations hold their prompts themselves.
+        "prompt_key": None if pairs and not any(config.prompt_key in table.column_names for table in tables) else config.prompt_key,
         "answer_key": config.answer_key,
         "response_key": config.response_key,
+        "chosen_key": config.chosen_key,
+        "rejected_key": config.rejected_key,
     }
     if config.reward_fn_key != _DEFAULT_SOURCE or any(_DEFAULT_SOURCE in table.column_names for table in tables):
         named["reward_fn_key"] = config.reward_fn_key

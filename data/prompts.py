@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tridentrl.configs.schema import DataConfig
 from tridentrl.data.columns import REWARD_MODEL, load_rows
+from tridentrl.data.preferences import with_plain_pairs
 
 _AT_ONCE = 1024
 """Texts per tokenizer call: enough for its threads, few enough to keep Python lists of ids small."""
@@ -35,6 +36,8 @@ class PromptRow:
     extra_info: Any
     response_ids: list[int] | None
     """Tokens of the `data.response_key` text and an end-of-sequence token; None without that setting."""
+    pair_ids: tuple[list[int], list[int]] | None
+    """The same of `data.chosen_key` and `data.rejected_key`."""
 
 
 class PromptDataset:
@@ -42,7 +45,7 @@ class PromptDataset:
 
     A prompt without any token (an empty list of messages, an empty string that no template fills) is an error, like a null.
 
-    paths: files of `data.{split}_files`. max_response_length: limit on `response_ids` in tokens; None: no limit.
+    paths: files of `data.{split}_files`. max_response_length: limit on `response_ids` and `pair_ids` in tokens; None: no limit.
     Raises ValueError, before any model is needed, naming the file, the row in it (from 0) and the setting to change.
     """
 
@@ -59,18 +62,26 @@ class PromptDataset:
         self.dropped: Counter[str] = Counter()
         """Rows left out, by reason, for the log."""
         self._rows = load_rows(paths, config, key=key)
+        if config.chosen_key and config.rejected_key:
+            self._rows = with_plain_pairs(self._rows, config)
         limit = config.val_max_rows if split == "val" else None
         self._table = self._rows.table.slice(0, limit)
         self._is_chat = self._prompts_are_chats()
         self._truncated: set[int] = set()
         prompts = self._limited(self._tokenised_prompts(), config.max_prompt_length, "prompt", "data.max_prompt_length")
-        if config.response_key is not None:
-            everything = self._tokenised_responses(config.response_key)
+        self._responses: dict[str, dict[int, np.ndarray]] = {}
+        for setting in ("response_key", "chosen_key", "rejected_key"):
+            column = getattr(config, setting)
+            if column is None:
+                continue
+            everything = self._tokenised_responses(column, f"data.{setting}")
             responses = {row: everything[row] for row in prompts}
             if max_response_length is not None:
-                responses = self._limited(responses, max_response_length, "response", "rollout.max_response_length")
+                responses = self._limited(
+                    responses, max_response_length, f"{setting.removesuffix('_key')} response", "rollout.max_response_length"
+                )
             prompts = {row: prompts[row] for row in responses}
-            self._responses = responses
+            self._responses[setting] = responses
         self._prompts, self._row_ids = prompts, list(prompts)
         if not prompts:
             reasons = ", ".join(f"{count} with a {reason}" for reason, count in self.dropped.items())
@@ -94,6 +105,7 @@ class PromptDataset:
             truth = values[config.answer_key]
         else:
             truth = values[REWARD_MODEL]["ground_truth"] if self._rows.has(REWARD_MODEL, "ground_truth") else None
+        chosen, rejected = self._response(row, "chosen_key"), self._response(row, "rejected_key")
         return PromptRow(
             row_id=row,
             prompt_ids=ids,
@@ -102,8 +114,12 @@ class PromptDataset:
             data_source=str(values.get(config.reward_fn_key, "default")),
             ability=values.get("ability"),
             extra_info=values.get("extra_info"),
-            response_ids=None if config.response_key is None else self._responses[row].tolist(),
+            response_ids=self._response(row, "response_key"),
+            pair_ids=(chosen, rejected) if chosen and rejected else None,
         )
+
+    def _response(self, row: int, setting: str) -> list[int] | None:
+        return self._responses[setting][row].tolist() if setting in self._responses else None
 
     @property
     def data_sources(self) -> list[str]:
@@ -158,10 +174,10 @@ class PromptDataset:
                 raise ValueError(f"the prompt in {self._rows.where(row)} has no token; fill it in or take the row out")
         return prompts
 
-    def _tokenised_responses(self, column: str) -> dict[int, np.ndarray]:
+    def _tokenised_responses(self, column: str, setting: str) -> dict[int, np.ndarray]:
         kind, end = self._table.schema.field(column).type, self._tokenizer.eos_token_id
         if not _is_text(kind):
-            raise ValueError(f"the column {column!r} (data.response_key) holds {kind}; a response is a string")
+            raise ValueError(f"the column {column!r} ({setting}) holds {kind}; a response is a string")
         if end is None:
             raise ValueError(f"the tokenizer {self._tokenizer.name_or_path!r} has no end-of-sequence token, so a response could not end")
         responses = self._tokenised(column, lambda text, row: text, special=False)

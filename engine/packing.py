@@ -22,6 +22,8 @@ class Sequences:
     tokens_T: Tensor
     total_lengths: list[int]
     response_lengths: list[int]
+    together: int = 1
+    """So many sequences in a row, such as the two of a pair, are never split between micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +44,18 @@ class PackedMicroBatch:
 
 
 def pack(sequences: Sequences, *, max_tokens: int, multiple: int, count_multiple: int = 1, device: torch.device) -> list[PackedMicroBatch]:
-    """Cut into micro-batches of at most `max_tokens` tokens each (a longer sequence goes alone).
+    """Cut into micro-batches of at most `max_tokens` tokens each (a longer unit of sequences goes alone).
 
     `multiple`: the token count of each is padded to a multiple of it. `count_multiple`: micro-batches without any response are
     added until their number is a multiple of it, as the interleaved pipeline schedule demands; there is always at least one.
     """
     starts_T = [0, *torch.tensor(sequences.total_lengths, dtype=torch.int64).cumsum(0).tolist()]
     starts_R = [0, *torch.tensor(sequences.response_lengths, dtype=torch.int64).cumsum(0).tolist()]
+    together = sequences.together
+    units = [sum(sequences.total_lengths[first : first + together]) for first in range(0, len(sequences.total_lengths), together)]
     batches = [
-        _pack_one(sequences, members, starts_T, starts_R, multiple, device)
-        for members in micro_batches(sequences.total_lengths, max_tokens)
+        _pack_one(sequences, [unit * together + i for unit in members for i in range(together)], starts_T, starts_R, multiple, device)
+        for members in micro_batches(units, max_tokens)
     ]
     while not batches or len(batches) % count_multiple:
         batches.append(_pack_one(sequences, [], starts_T, starts_R, multiple, device))

@@ -31,6 +31,12 @@ from tridentrl.weights.hf_io import read_config
 
 log = logging.getLogger(__name__)
 
+CRITICS = ("critic", "cost_critic")
+"""Roles that train with `optimizer.critic_lr`."""
+VALUED = (*CRITICS, "reward_model")
+"""Roles with a value head in place of the language model's."""
+FROZEN = ("reference",)
+"""Roles without an optimizer."""
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 """How long one rank waits for the others: longer than the slowest rollout or reward of a step."""
 
@@ -79,13 +85,9 @@ def build_engines(prepared: Prepared, device: torch.device, *, optimizer_steps: 
     init_groups(grid, seed=config.seed)
     layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core local"
     log.info("layers: %s; Adam: %s", layers, adam_implementation())
-    actor = _model(prepared, "actor", device, lr=config.optimizer.lr, optimizer_steps=optimizer_steps)
-    engines = Engines(actor=actor)
-    if "critic" in prepared.specs:
-        engines.critic = _model(prepared, "critic", device, lr=config.optimizer.critic_lr, optimizer_steps=optimizer_steps)
-    if "reference" in prepared.specs:
-        engines.reference = _model(prepared, "reference", device, lr=None, optimizer_steps=optimizer_steps)
+    engines = Engines(models={role: _model(prepared, role, device, optimizer_steps=optimizer_steps) for role in prepared.specs})
     if prepared.algorithm.online:
+        actor = engines["actor"]
         rollout = _rollout(prepared, actor, device, ranks_per_node)
         bucket_bytes = config.rollout.bucket_mb * 1024**2
         engines.hybrid = HybridEngine(
@@ -95,37 +97,41 @@ def build_engines(prepared: Prepared, device: torch.device, *, optimizer_steps: 
     return engines
 
 
-def _model(prepared: Prepared, role: str, device: torch.device, *, lr: float | None, optimizer_steps: int) -> MegatronEngine:
+def _model(prepared: Prepared, role: str, device: torch.device, *, optimizer_steps: int) -> MegatronEngine:
     config, optimizer = prepared.config, prepared.config.optimizer
-    settings = lr and OptimizerSettings(
-        lr=lr,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        gradient_clip=config.trainer.gradient_clip_val,
-        warmup_steps=optimizer.warmup_steps,
-        schedule=optimizer.schedule,
-        total_steps=optimizer_steps,
-        min_lr_ratio=optimizer.min_lr_ratio,
+    settings = (
+        None
+        if role in FROZEN
+        else OptimizerSettings(
+            lr=optimizer.critic_lr if role in CRITICS else optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            gradient_clip=config.trainer.gradient_clip_val,
+            warmup_steps=optimizer.warmup_steps,
+            schedule=optimizer.schedule,
+            total_steps=optimizer_steps,
+            min_lr_ratio=optimizer.min_lr_ratio,
+        )
     )
     engine = MegatronEngine(
         prepared.specs[role],
         prepared.grid,
-        head="value" if role == "critic" else "lm",
+        head="value" if role in VALUED else "lm",
         bf16=config.trainer.precision == "bf16-mixed",
         max_tokens=config.trainer.micro_batch_tokens,
         sequence_parallel=config.parallel.sequence_parallel is True,
         recompute=config.parallel.recompute,
-        optimizer=settings or None,
+        optimizer=settings,
         offload=config.parallel.offload,
         device=device,
     )
     folder = prepared.folders[role]
     try:
-        if role != "critic":
+        if role not in VALUED:
             engine.load(folder)
         elif engine.load_value_model(folder, seed=config.seed):
-            log.info("critic: %s has no value head, a fresh one is drawn from seed %d", folder, config.seed)
+            log.info("%s: %s has no value head, a fresh one is drawn from seed %d", role, folder, config.seed)
     except ValueError as error:
         raise ValueError(f"the pretrained {role}: {error}") from None
     engine.offload.park()  # the models and the rollout engine that are built after it need the room

@@ -46,12 +46,16 @@ EVALUATION = -1
 
 @dataclass(kw_only=True)
 class Engines:
-    """The models of a run; None where the algorithm does not need the role."""
+    """The models of a run."""
 
-    actor: MegatronEngine
-    critic: MegatronEngine | None = None
-    reference: MegatronEngine | None = None
+    models: dict[str, MegatronEngine]
+    """By role: those that the algorithm needs."""
     hybrid: HybridEngine | None = None
+    """None where nothing is sampled."""
+
+    def __getitem__(self, role: str) -> MegatronEngine:
+        assert role in self.models, f"the algorithm did not ask for the role {role}"
+        return self.models[role]
 
 
 @dataclass
@@ -179,31 +183,39 @@ class TrainContext:
             )
 
     def demonstrations(self, prompts: Sequence[PromptRow]) -> Rollouts:
+        return self._given(prompts, [[row.response_ids or []] for row in prompts])
+
+    def preferences(self, prompts: Sequence[PromptRow]) -> Rollouts:
+        return self._given(prompts, [list(row.pair_ids or ()) for row in prompts])
+
+    def _given(self, prompts: Sequence[PromptRow], responses: Sequence[Sequence[list[int]]]) -> Rollouts:
+        """Each row with equally many responses of its own, which stay on one data-parallel rank."""
         self._prompts = prompts
-        responses = [row.response_ids or [] for row in prompts]
-        totals = [len(row.prompt_ids) + len(response) for row, response in zip(prompts, responses, strict=True)]
-        owner_N = balanced_assignment(totals, self.grid.dp)
-        rows = [i for i, owner in enumerate(owner_N) if owner == self.grid.coord(dist.get_rank()).dp_rank]
-        tokens = [token for i in rows for token in [*prompts[i].prompt_ids, *responses[i]]]
-        response_tokens = sum(len(responses[i]) for i in rows)
+        each = len(responses[0])
+        totals = [sum(len(row.prompt_ids) + len(ids) for ids in given) for row, given in zip(prompts, responses, strict=True)]
+        owner_N = [owner for owner in balanced_assignment(totals, self.grid.dp) for _ in range(each)]
+        mine = [i for i, owner in enumerate(owner_N) if owner == self.grid.coord(dist.get_rank()).dp_rank]
+        rows_N = [row for row in prompts for _ in range(each)]
+        responses_N = [ids for given in responses for ids in given]
+        tokens = [token for i in mine for token in [*rows_N[i].prompt_ids, *responses_N[i]]]
         rollouts = Rollouts(
-            group_ids_N=torch.arange(len(prompts)),
-            prompt_lengths_N=torch.tensor([len(row.prompt_ids) for row in prompts]),
-            response_lengths_N=torch.tensor([len(response) for response in responses]),
-            truncated_N=torch.zeros(len(prompts), dtype=torch.bool),
-            data_sources_N=tuple(row.data_source for row in prompts),
-            rows_n=torch.tensor(rows, dtype=torch.int64),
+            group_ids_N=torch.arange(len(prompts)).repeat_interleave(each),
+            prompt_lengths_N=torch.tensor([len(row.prompt_ids) for row in rows_N]),
+            response_lengths_N=torch.tensor([len(ids) for ids in responses_N]),
+            truncated_N=torch.zeros(len(rows_N), dtype=torch.bool),
+            data_sources_N=tuple(row.data_source for row in rows_N),
+            rows_n=torch.tensor(mine, dtype=torch.int64),
             tokens_T=torch.tensor(tokens, dtype=torch.int64),
-            response_mask_R=torch.ones(response_tokens),
+            response_mask_R=torch.ones(sum(len(responses_N[i]) for i in mine)),
         ).to(self.device)
-        self.log({"rollout/tokens": float(sum(totals)), "rollout/response_tokens": float(sum(map(len, responses)))})
+        self.log({"rollout/tokens": float(sum(totals)), "rollout/response_tokens": float(sum(map(len, responses_N)))})
         return rollouts
 
     def _sync_weights(self) -> None:
         self._hybrid.rollout.wake("weights")
         if not self._stale:
             return
-        with self._at_work("reshard", self.engines.actor, resting=False):
+        with self._at_work("reshard", self.engines["actor"], resting=False):
             mine = self._hybrid.sync()
         self._stale = False
         receipts: list[Receipt] = [mine] * self.grid.world
@@ -241,8 +253,9 @@ class TrainContext:
         return rewards_N
 
     def actor_logprobs(self, rollouts: Rollouts) -> Tensor:
-        with self._at_work("old_logprob", self.engines.actor):
-            logprobs_R, entropy_R = self.engines.actor.logprobs(_sequences(rollouts), temperature=self.sampling.temperature)
+        actor = self.engines["actor"]
+        with self._at_work("old_logprob", actor):
+            logprobs_R, entropy_R = actor.logprobs(_sequences(rollouts), temperature=self.sampling.temperature)
             if "engine_logprobs" in rollouts.fields:
                 self._log_mismatch(logprobs_R, rollouts)
             self.log({"rollout/entropy": masked_mean(entropy_R, rollouts.response_mask_R, group=self.data_group)})
@@ -260,62 +273,71 @@ class TrainContext:
         self.log({"rollout/train_logprob_diff_max": largest.item()})
 
     def reference_logprobs(self, rollouts: Rollouts) -> Tensor:
-        assert self.engines.reference, "this algorithm has no reference"
-        with self._at_work("ref", self.engines.reference):
-            return self.engines.reference.logprobs(_sequences(rollouts), temperature=self.sampling.temperature)[0]
+        reference = self.engines["reference"]
+        with self._at_work("ref", reference):
+            return reference.logprobs(_sequences(rollouts), temperature=self.sampling.temperature)[0]
 
-    def values(self, rollouts: Rollouts) -> Tensor:
-        assert self.engines.critic, "this algorithm has no critic"
-        with self._at_work("values", self.engines.critic):
-            return self.engines.critic.values(_sequences(rollouts))
+    def values(self, rollouts: Rollouts, *, role: str = "critic") -> Tensor:
+        with self._at_work("values", self.engines[role]):
+            return self.engines[role].values(_sequences(rollouts))
 
     # Updates
 
-    def update_actor(self, rollouts: Rollouts, loss: PolicyLoss, *, epochs: int = 1, mini_batch_size: int | None = None) -> None:
-        with self._at_work("update_actor", self.engines.actor, training=True):
-            self._update(self.engines.actor, rollouts, loss, epochs, mini_batch_size, "actor/")
+    def update_actor(
+        self, rollouts: Rollouts, loss: PolicyLoss, *, epochs: int = 1, mini_batch_size: int | None = None, together: int = 1
+    ) -> None:
+        self._update("actor", rollouts, loss, epochs, mini_batch_size, together)
         self._stale = True
 
-    def update_critic(self, rollouts: Rollouts, loss: ValueLoss, *, epochs: int = 1, mini_batch_size: int | None = None) -> None:
-        assert self.engines.critic, "this algorithm has no critic"
-        with self._at_work("update_critic", self.engines.critic, training=True):
-            self._update(self.engines.critic, rollouts, loss, epochs, mini_batch_size, "critic/")
+    def update_critic(
+        self,
+        rollouts: Rollouts,
+        loss: ValueLoss,
+        *,
+        role: str = "critic",
+        epochs: int = 1,
+        mini_batch_size: int | None = None,
+        together: int = 1,
+    ) -> None:
+        self._update(role, rollouts, loss, epochs, mini_batch_size, together)
 
     def _update(
-        self,
-        engine: MegatronEngine,
-        rollouts: Rollouts,
-        loss: PolicyLoss | ValueLoss,
-        epochs: int,
-        mini_batch_size: int | None,
-        prefix: str,
+        self, role: str, rollouts: Rollouts, loss: PolicyLoss | ValueLoss, epochs: int, mini_batch_size: int | None, together: int
     ) -> None:
-        samples = len(rollouts)
-        for epoch in range(epochs):
-            # The split depends on nothing but seed, step and epoch: every layout makes the same mini-batches.
-            generator = torch.Generator().manual_seed(sample_seed(self.seed, self.step, epoch))
-            for members in torch.randperm(samples, generator=generator).split(mini_batch_size or max(samples, 1)):
-                chosen_N = torch.zeros(samples, dtype=torch.bool)
-                chosen_N[members] = True
-                batch = rollouts[chosen_N.to(self.device)]
-                denominators = self._denominators(batch)
-                if denominators.tokens == 0:
-                    self.step_log.add({"empty_batches": 1.0}, prefix)
-                    continue
-                metrics = engine.update(
-                    _sequences(batch), self._micro_loss(batch, loss, denominators), temperature=self.sampling.temperature
-                )
-                self.step_log.add(metrics, prefix)
-                self._count_update(skipped=metrics["skipped_steps"] > 0, prefix=prefix)
+        with self._at_work(f"update_{role}", self.engines[role], training=True):
+            for epoch in range(epochs):
+                for batch in self._mini_batches(rollouts, mini_batch_size, together, epoch):
+                    self._optimizer_step(role, batch, loss, together)
 
-    def _count_update(self, *, skipped: bool, prefix: str) -> None:
+    def _mini_batches(self, rollouts: Rollouts, size: int | None, together: int, epoch: int) -> Iterator[Rollouts]:
+        """The split depends on nothing but seed, step and epoch: every layout makes the same mini-batches."""
+        units, samples = len(rollouts) // together, len(rollouts)
+        assert units * together == samples, f"{samples} samples do not come in units of {together}"
+        generator = torch.Generator().manual_seed(sample_seed(self.seed, self.step, epoch))
+        for members in torch.randperm(units, generator=generator).split((size or max(samples, together)) // together):
+            chosen_N = torch.zeros(units, together, dtype=torch.bool)
+            chosen_N[members] = True
+            yield rollouts[chosen_N.flatten().to(self.device)]
+
+    def _optimizer_step(self, role: str, batch: Rollouts, loss: PolicyLoss | ValueLoss, together: int) -> None:
+        denominators = self._denominators(batch)
+        if denominators.tokens == 0:
+            self.step_log.add({"empty_batches": 1.0}, f"{role}/")
+            return
+        metrics = self.engines[role].update(
+            _sequences(batch, together), self._micro_loss(batch, loss, denominators), temperature=self.sampling.temperature
+        )
+        self.step_log.add(metrics, f"{role}/")
+        self._count_update(skipped=metrics["skipped_steps"] > 0, role=role)
+
+    def _count_update(self, *, skipped: bool, role: str) -> None:
         """Raises RuntimeError when too many updates in a row were skipped: that does not heal by itself."""
         if not skipped:
             self.updates += 1
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        log.warning("step %d: an update of the %s was skipped, its loss or gradient is not finite", self.step, prefix.rstrip("/"))
+        log.warning("step %d: an update of the %s was skipped, its loss or gradient is not finite", self.step, role)
         if self._skipped_in_a_row == MOST_SKIPS_IN_A_ROW:
             raise RuntimeError(
                 f"{MOST_SKIPS_IN_A_ROW} updates in a row had a loss or gradient that is not finite. Look at the rewards and at"
@@ -369,7 +391,7 @@ class TrainContext:
 
     def trained(self) -> dict[str, MegatronEngine]:
         """The models with an optimizer, by role."""
-        return {role: engine for role, engine in (("actor", self.engines.actor), ("critic", self.engines.critic)) if engine}
+        return {role: engine for role, engine in self.engines.models.items() if engine.training}
 
     def _rest_rollout(self) -> None:
         if self.engines.hybrid and self.engines.hybrid.rollout.sleep():
@@ -403,10 +425,11 @@ class TrainContext:
         self.step_log.add(metrics)
 
 
-def _sequences(rollouts: Rollouts) -> Sequences:
+def _sequences(rollouts: Rollouts, together: int = 1) -> Sequences:
     total_N = rollouts.prompt_lengths_N + rollouts.response_lengths_N
     return Sequences(
         tokens_T=rollouts.tokens_T,
         total_lengths=total_N[rollouts.rows_n].tolist(),
         response_lengths=rollouts.lengths_n.tolist(),
+        together=together,
     )

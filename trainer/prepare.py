@@ -43,7 +43,7 @@ class Prepared:
     config: Config
     algorithm: Algorithm
     folders: dict[str, str]
-    """Local folder of each role's pretrained model."""
+    """Local folder of each role's pretrained model; the first role is the one that a run is about."""
     tokenizer_folder: str
     specs: dict[str, ModelSpec]
     batches: Batches
@@ -79,9 +79,11 @@ def prepare(config: Config, *, world: int) -> Prepared:
         if folder and spec:
             folders[role], specs[role] = folder, spec
     tokenizer = config.model.tokenizer_name_or_path
-    tokenizer_folder = folders.get("actor")
+    tokenizer_folder = next(iter(folders.values()), None)
     if tokenizer:
         tokenizer_folder = _collect(problems, lambda: model_folder(tokenizer, key="model.tokenizer_name_or_path"))
+    if algorithm:
+        problems += _missing_columns(config, algorithm)
     _collect(problems, lambda: _check_machine(config, needs_vllm=algorithm is not None and algorithm.online))
     on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     resolved = _collect(problems, lambda: resolve_layout(config, specs, world=world, device="cuda" if on_gpu else "cpu"))
@@ -118,6 +120,15 @@ def _algorithm(config: Config) -> Algorithm:
         run_algorithm_file(config.algorithm.path)
     kind = algorithm_class(config.algorithm.name)
     return kind(typed_options(kind.Config, config.algorithm))
+
+
+def _missing_columns(config: Config, algorithm: Algorithm) -> list[str]:
+    missing = [f"data.{key}" for key in algorithm.data_keys if getattr(config.data, key) is None]
+    return (
+        [f"algorithm.name={config.algorithm.name} learns from {' and '.join(missing)}; set it to the column of your files"]
+        if missing
+        else []
+    )
 
 
 def _spec(folder: str) -> ModelSpec:

@@ -118,7 +118,7 @@ class RLTrainer:
         self.engines = build_engines(
             prepared, self.device, optimizer_steps=self.total_steps * per_step, ranks_per_node=self.world.local_world_size
         )
-        sampling = sampling_settings(config, end_of_sequence_ids(prepared.folders["actor"], self.tokenizer))
+        sampling = sampling_settings(config, end_of_sequence_ids(next(iter(prepared.folders.values())), self.tokenizer))
         self.context = TrainContext(
             self.engines,
             Scorer(self.pool, self.tokenizer) if self.pool else None,
@@ -209,7 +209,7 @@ class RLTrainer:
             if row["reward"] is not None:
                 by_source[row["data_source"]].append(row["reward"])
         metrics |= {f"val/reward/{source}": _mean(values) for source, values in by_source.items()}
-        if self.engines.reference:
+        if "reference" in self.engines.models:
             metrics["val/kl_mean"] = _mean([row["kl"] for row in rows])
         metrics |= {name: value for name, value in self.context.step_log.metrics().items() if name.startswith("reshard/")}
         metrics["timing_s/evaluate"] = time.perf_counter() - start
@@ -249,20 +249,20 @@ class RLTrainer:
 
     def _kl_per_sample(self, rollouts: Rollouts) -> list[float | None]:
         """Mean over a response's tokens of the k3 estimate of KL(actor || reference); None without a reference."""
-        if not self.engines.reference:
+        if "reference" not in self.engines.models:
             return [None] * len(rollouts.rows_n)
         kl_R = kl_estimate(self.context.actor_logprobs(rollouts), self.context.reference_logprobs(rollouts), "k3")
         return [part.mean().item() if len(part) else 0.0 for part in kl_R.split(rollouts.lengths_n.tolist())]
 
     def save(self, step: int) -> Path:
-        """Export the actor (and the critic) as Hugging Face folders `hf/step_N` (`hf/step_N-critic`), then write the checkpoint.
+        """Export what trains as Hugging Face folders, `hf/step_N` (of PPO's critic: `hf/step_N-critic`), then write the checkpoint.
 
-        In this order, so that a run with a checkpoint of its last step lacks nothing. Returns the actor's folder.
+        In this order, so that a run with a checkpoint of its last step lacks nothing. Returns the first folder.
         """
         folder = self.run_folder / "hf" / f"step_{step}"
         with self.context.all_at_work():
-            for role, engine in self.context.trained().items():
-                self._export(role, engine, folder if role == "actor" else folder.with_name(f"{folder.name}-{role}"))
+            for number, (role, engine) in enumerate(self.context.trained().items()):
+                self._export(role, engine, folder.with_name(f"{folder.name}-{role}") if number else folder)
             self.checkpoints.save(step, run_contents(self.prepared, self.context, self.sampler))
         return folder
 
