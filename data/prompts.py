@@ -70,16 +70,14 @@ class PromptDataset:
         self._truncated: set[int] = set()
         prompts = self._limited(self._tokenised_prompts(), config.max_prompt_length, "prompt", "data.max_prompt_length")
         self._responses: dict[str, dict[int, np.ndarray]] = {}
-        for setting in ("response_key", "chosen_key", "rejected_key"):
+        for setting, what in (("response_key", "response"), ("chosen_key", "chosen response"), ("rejected_key", "rejected response")):
             column = getattr(config, setting)
             if column is None:
                 continue
             everything = self._tokenised_responses(column, f"data.{setting}")
             responses = {row: everything[row] for row in prompts}
             if max_response_length is not None:
-                responses = self._limited(
-                    responses, max_response_length, f"{setting.removesuffix('_key')} response", "rollout.max_response_length"
-                )
+                responses = self._limited(responses, max_response_length, what, "rollout.max_response_length")
             prompts = {row: prompts[row] for row in responses}
             self._responses[setting] = responses
         self._prompts, self._row_ids = prompts, list(prompts)
