@@ -5,7 +5,6 @@ After HybridFlow (arXiv 2409.19256, section 5), but by a plan of boxes: each ran
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -17,12 +16,12 @@ from tridentrl.configs.model_spec import ModelSpec
 from tridentrl.engine.megatron import MegatronEngine
 from tridentrl.engine.placement import Placement, best_placement
 from tridentrl.engine.rollout import RolloutEngine
-from tridentrl.parallel.grid import Coord, Grid
+from tridentrl.parallel.grid import Grid
 from tridentrl.weights.checksum import verify
 from tridentrl.weights.execute import Receipt, Resharder, common_dtype
 from tridentrl.weights.layouts import vllm_layout
 from tridentrl.weights.pieces import Piece, volume
-from tridentrl.weights.plan import missing_elements, plan
+from tridentrl.weights.plan import boxes_by_name, common_elements, distinct_elements, no_garbage_collection, plan, same_layouts
 
 
 class HybridEngine:
@@ -39,10 +38,11 @@ class HybridEngine:
         self.checksum_syncs = checksum_syncs
         self.version = 0
         """Number of syncs done; stamped on the samples that follow."""
-        targets = {rank: rollout.layout(rollout.placement.seat(rank)[1]) for rank in range(actor.grid.world)}
+        shares = [rollout.layout(tensor_rank) for tensor_rank in range(rollout.placement.tensor)]
+        targets = {rank: shares[seat] for replica in rollout.placement.replicas for seat, rank in enumerate(replica)}
         _check_every_parameter_is_covered(actor.spec, targets[dist.get_rank()], rollout.tensors())
         node_of = {rank: rank // (ranks_per_node or actor.grid.world) for rank in targets}
-        self.plan = plan(actor.layouts(), targets, node_of=node_of)
+        self.plan = plan(actor.layouts(), targets, rank=dist.get_rank(), node_of=node_of)
         self.dtype = common_dtype(rollout.tensors(), dist.group.WORLD)
         self.resharder = Resharder(self.plan, group=dist.group.WORLD, bucket_bytes=bucket_bytes, dtype=self.dtype)
 
@@ -81,15 +81,13 @@ def _check_every_parameter_is_covered(spec: ModelSpec, pieces: list[Piece], tens
 
 def place_replicas(spec: ModelSpec, grid: Grid, layouts: Mapping[int, Sequence[Piece]], *, tensor: int, ranks_per_node: int) -> Placement:
     """Seats for vLLM replicas of `tensor` ranks such that the ranks of each node have the least to receive from `layouts`."""
-    shares = [vllm_layout(spec, tensor, tensor_rank) for tensor_rank in range(tensor)]
-
-    @functools.cache
-    def lacking(tp_rank: int, pp_rank: int, tensor_rank: int) -> int:
-        holder = grid.rank(Coord(tp_rank, 0, 0, pp_rank))  # data-parallel ranks hold the same
-        return missing_elements(layouts[holder], shares[tensor_rank])
-
-    def missing(rank: int, tensor_rank: int) -> int:
-        coord = grid.coord(rank)
-        return lacking(coord.tp_rank, coord.pp_rank, tensor_rank)
-
-    return best_placement(missing, world=grid.world, tensor=tensor, ranks_per_node=ranks_per_node)
+    with no_garbage_collection():
+        shares = [vllm_layout(spec, tensor, tensor_rank) for tensor_rank in range(tensor)]
+        wanted = [boxes_by_name(share) for share in shares]
+        sizes = [distinct_elements(share) for share in shares]
+        # One row for each distinct training layout, whatever axes make it: what each seat lacks there.
+        lacking: dict[int, list[int]] = {}
+        for held, ranks in same_layouts(layouts):
+            row = [size - common_elements(held, boxes) for size, boxes in zip(sizes, wanted, strict=True)]
+            lacking |= dict.fromkeys(ranks, row)
+    return best_placement(lambda rank, seat: lacking[rank][seat], world=grid.world, tensor=tensor, ranks_per_node=ranks_per_node)

@@ -6,6 +6,7 @@ HybridFlow (arXiv 2409.19256, section 5.3) groups ranks with a stride for this; 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,10 +49,15 @@ def best_placement(missing: Callable[[int, int], int], *, world: int, tensor: in
     def cost(*groups: list[int]) -> int:
         return sum(missing(rank, seat) for ranks in groups for seat, rank in enumerate(ranks))
 
+    neighbours: dict[int, list[int]] = defaultdict(list)
+    for number, ranks in enumerate(replicas):
+        for node in sorted({rank // ranks_per_node for rank in ranks}):
+            neighbours[node].append(number)
+    pairs = sorted({pair for numbers in neighbours.values() for pair in itertools.combinations(numbers, 2)})
     improved = True
     while improved:
         improved = False
-        for one, other in itertools.combinations(range(len(replicas)), 2):
+        for one, other in pairs:
             for a, b in itertools.product(replicas[one], replicas[other]):
                 if a // ranks_per_node != b // ranks_per_node:
                     continue

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -31,16 +33,21 @@ SPEC = ModelSpec(
 )
 
 
-def received(grid: Grid, placement: Placement) -> int:
+MOE = replace(
+    SPEC, family="qwen3_moe", hf_type="qwen3_moe", qkv_bias=False, qk_norm=True, num_experts=8, experts_per_token=2, expert_ffn_size=32
+)
+
+
+def received(grid: Grid, placement: Placement, spec: ModelSpec = SPEC) -> int:
     """Bytes that all ranks together receive."""
-    sources = {rank: megatron_layout(SPEC, grid, rank) for rank in range(grid.world)}
-    targets = {rank: vllm_layout(SPEC, placement.tensor, placement.seat(rank)[1]) for rank in range(grid.world)}
+    sources = {rank: megatron_layout(spec, grid, rank) for rank in range(grid.world)}
+    targets = {rank: vllm_layout(spec, placement.tensor, placement.seat(rank)[1]) for rank in range(grid.world)}
     return sum(plan(sources, targets).bytes_received.values())
 
 
-def placed(grid: Grid, tensor: int, ranks_per_node: int = 8) -> Placement:
-    layouts = {rank: megatron_layout(SPEC, grid, rank) for rank in range(grid.world)}
-    return place_replicas(SPEC, grid, layouts, tensor=tensor, ranks_per_node=ranks_per_node)
+def placed(grid: Grid, tensor: int, ranks_per_node: int = 8, spec: ModelSpec = SPEC) -> Placement:
+    layouts = {rank: megatron_layout(spec, grid, rank) for rank in range(grid.world)}
+    return place_replicas(spec, grid, layouts, tensor=tensor, ranks_per_node=ranks_per_node)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
@@ -70,3 +77,30 @@ def test_eight_ranks_on_two_nodes_never_receive_more_than_consecutive_ones(grid:
     for mine, plain in zip(seats.replicas, contiguous(8, tensor).replicas, strict=True):
         assert [rank // 4 for rank in mine] == [rank // 4 for rank in plain]
     assert received(grid, seats) <= received(grid, contiguous(8, tensor))
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("grid", [Grid(tp=2, dp=4, ep=4), Grid(dp=8, etp=4), Grid(pp=2, dp=4, ep=2)], ids=str)
+def test_replicas_that_hold_other_experts_are_told_apart(grid: Grid, tensor: int) -> None:
+    assert received(grid, placed(grid, tensor, spec=MOE), MOE) <= received(grid, contiguous(8, tensor), MOE)
+    nobody_swaps_for_less(grid, placed(grid, tensor, spec=MOE))
+
+
+def nobody_swaps_for_less(grid: Grid, seats: Placement) -> None:
+    """No exchange of two ranks between two replicas would save a byte."""
+    best = received(grid, seats, MOE)
+    for one, other in itertools.combinations(range(len(seats.replicas)), 2):
+        for a, b in itertools.product(seats.replicas[one], seats.replicas[other]):
+            replicas = list(seats.replicas)
+            replicas[one] = tuple(sorted({*replicas[one], b} - {a}))
+            replicas[other] = tuple(sorted({*replicas[other], a} - {b}))
+            assert received(grid, Placement(tuple(replicas)), MOE) >= best
+
+
+def test_1024_ranks_are_seated_in_seconds() -> None:
+    """TP8 into replicas of two on the same nodes of eight: each half goes to the ranks that hold quarters of it, as for TP4 above."""
+    grid = Grid(tp=8, pp=4, dp=32)
+    start = time.perf_counter()
+    seats = placed(grid, 2)
+    assert time.perf_counter() - start < 10
+    assert all(seats.seat(rank)[1] == rank % 8 // 4 for rank in range(1024))

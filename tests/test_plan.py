@@ -191,6 +191,71 @@ def test_a_gap_in_the_sources_names_tensor_and_box() -> None:
         plan({0: []}, target)
 
 
+def assert_every_rank_plans_its_part_alone(sources: Layouts, targets: Layouts, node_of: Mapping[int, int] | None) -> None:
+    """What each rank plans by itself is exactly its part of the plan of all, so both ends of every move know it."""
+    everything = plan(sources, targets, node_of=node_of)
+    planned: set[tuple[int, int]] = set()
+    for rank in sorted({*sources, *targets}):
+        # Copies, so that no rank's plan can depend on which ranks happen to share a list.
+        own = plan({r: list(p) for r, p in sources.items()}, {r: list(p) for r, p in targets.items()}, rank=rank, node_of=node_of)
+        assert own.moves == {pair: moves for pair, moves in everything.moves.items() if rank in pair}
+        for part, whole in ((own.local, everything.local), (own.echoes, everything.echoes)):
+            assert part == {r: moves for r, moves in whole.items() if r == rank}
+        assert own.bytes_received == {rank: everything.bytes_received[rank]}
+        assert own.lower_bound == own.bytes_received
+        planned |= own.moves.keys()
+    assert planned == everything.moves.keys()
+
+
+def moe_spec() -> ModelSpec:
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16}
+    return tiny_spec(family="qwen3_moe", hf_type="qwen3_moe", qk_norm=True, num_layers=4, **experts)
+
+
+@pytest.mark.parametrize("ranks_per_node", [None, 3, 4])
+@pytest.mark.parametrize(
+    ("grid", "tp"),
+    [(Grid(tp=2, pp=2, dp=2), 4), (Grid(tp=4, dp=3), 2), (Grid(pp=4, dp=3), 4), (Grid(tp=2, pp=2, vpp=2, dp=3), 1), (Grid(tp=8), 8)],
+    ids=str,
+)
+def test_every_rank_can_plan_its_part_alone(grid: Grid, tp: int, ranks_per_node: int | None) -> None:
+    spec = tiny_spec(num_layers=4, tied=True)
+    node_of = {r: r // ranks_per_node for r in range(grid.world)} if ranks_per_node else None
+    assert_every_rank_plans_its_part_alone(megatron_world(spec, grid)[0], vllm_world(spec, grid.world, tp)[0], node_of)
+
+
+def test_every_rank_can_plan_its_part_alone_with_experts_and_with_boxes_held_twice() -> None:
+    grid = Grid(tp=2, pp=2, dp=2, ep=4)
+    assert_every_rank_plans_its_part_alone(megatron_world(moe_spec(), grid)[0], vllm_world(moe_spec(), 8, 2)[0], None)
+    sources = {r: [Piece("w", ((0, 6),), "a", ((0, 6),))] for r in (0, 1)}
+    twice = [Piece("w", ((0, 4),), "first", ((0, 4),)), Piece("w", ((2, 6),), "second", ((0, 4),))]
+    assert_every_rank_plans_its_part_alone(sources, {r: twice for r in (1, 2, 3, 4)}, None)
+
+
+def test_a_rest_goes_round_all_holders_size_by_size() -> None:
+    """Three replicas of four large and two small boxes, and receivers that three do not divide."""
+    sizes = [8, 1, 8, 8, 1, 8]
+    pieces = [Piece(f"w{i}", ((0, size),), f"s{i}", ((0, size),)) for i, size in enumerate(sizes)]
+    for receivers in range(1, 8):
+        todo = plan({r: pieces for r in range(3)}, {10 + r: pieces for r in range(receivers)}, itemsize=1)
+        sent = {r: [volume(m.hf_box) for (source, _), moves in todo.moves.items() if source == r for m in moves] for r in range(3)}
+        for size in (1, 8):
+            counts = [boxes.count(size) for boxes in sent.values()]
+            assert sum(counts) == receivers * sizes.count(size)
+            assert max(counts) - min(counts) <= 1
+        # Three senders have receivers / 3 each; a receiver whose third boundary falls inside it hears two or three of them.
+        senders = [len({source for source, to in todo.moves if to == 10 + r}) for r in range(receivers)]
+        assert senders == {1: [3], 2: [2, 2], 4: [1, 2, 2, 1], 5: [1, 2, 1, 2, 1], 7: [1, 1, 2, 1, 2, 1, 1]}.get(receivers, [1] * receivers)
+
+
+def test_far_receivers_hear_first_who_sends_little_at_home() -> None:
+    """Holders 0 and 1 on node 0 and 2 on node 1, one receiver at home on node 1, five on node 2: two for each holder."""
+    box = ((0, 1),)
+    node_of = {0: 0, 1: 0, 2: 1, 3: 1} | {r: 2 for r in range(4, 9)}
+    todo = plan({r: [Piece("w", box, "s", box)] for r in range(3)}, {r: [Piece("w", box, "t", box)] for r in range(3, 9)}, node_of=node_of)
+    assert list(todo.moves) == [(0, 4), (0, 5), (1, 6), (1, 7), (2, 3), (2, 8)]
+
+
 def test_a_7b_model_on_64_ranks_is_planned_in_seconds() -> None:
     spec = tiny_spec(
         num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336, vocab_size=128256, max_positions=8192
@@ -205,3 +270,22 @@ def test_a_7b_model_on_64_ranks_is_planned_in_seconds() -> None:
     )
     assert time.perf_counter() - start < 8
     assert todo.bytes_received == todo.lower_bound
+
+
+def test_a_rank_among_1024_plans_a_70b_model_in_seconds() -> None:
+    """Every stage and column is held by 16 replicas, and wanted by the 112 ranks of its vLLM seat whose stage is another: 7 for each."""
+    spec = tiny_spec(
+        num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128, ffn_size=28672, vocab_size=128256, max_positions=8192
+    )
+    grid = Grid(tp=8, pp=8, dp=16)
+    start = time.perf_counter()
+    sources = {r: megatron_layout(spec, grid, r) for r in range(1024)}
+    targets = {r: vllm_layout(spec, 8, r % 8) for r in range(1024)}
+    todo = plan(sources, targets, rank=333, node_of={r: r // 8 for r in range(1024)}, itemsize=2)
+    assert time.perf_counter() - start < 15
+    assert todo.bytes_received == todo.lower_bound
+    large = {pair: moves for pair, moves in todo.moves.items() if any("proj" in move.hf_name for move in moves)}
+    # Rank 333 is column 5, replica 9, stage 2: it serves places 63 to 69 among the 112 nodes that lack stage 2 (all but 32 to 47).
+    assert [to for source, to in large if source == 333] == [8 * node + 5 for node in range(79, 86)]
+    assert sum(to == 333 for _, to in large) == 7
+    assert len(todo.moves) <= 2 * 7 * 4  # norms, which the whole stage holds, come from at most three others of each stage

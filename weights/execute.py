@@ -7,6 +7,7 @@ exchange, so the memory on the way stays bounded whatever the model's size. The 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -73,11 +74,16 @@ class Resharder:
     def __init__(self, plan: ReshardPlan, *, group: dist.ProcessGroup | None, bucket_bytes: int, dtype: torch.dtype) -> None:
         """`bucket_bytes` bounds the staging memory per direction; `dtype` is that of the bytes on the way and of the targets.
 
-        The plan's ranks are ranks within `group` (None: the world). Raises ValueError when a bucket cannot hold an element per peer.
+        Each rank may have a plan of its own part only. The plan's ranks are ranks within `group` (None: the world). All ranks of it call
+        this together. Raises ValueError when a bucket cannot hold an element per peer.
         """
         self.plan, self.group, self.dtype = plan, group, dtype
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
-        self.rounds = schedule(plan, self.rank, bucket_elements=bucket_bytes // dtype.itemsize)
+        peers = [most_peers(plan)]
+        if dist.is_initialized():
+            peers = [0] * dist.get_world_size(group)
+            dist.all_gather_object(peers, most_peers(plan), group=group)
+        self.rounds = schedule(plan, self.rank, bucket_elements=bucket_bytes // dtype.itemsize, peers=max(peers))
 
     @torch.no_grad()
     def run(self, source_tensors: Tensors, target_tensors: Tensors, *, version: int = 0) -> Receipt:
@@ -159,18 +165,23 @@ def common_dtype(tensors: Tensors, group: dist.ProcessGroup | None) -> torch.dty
     return found.pop()
 
 
-def schedule(plan: ReshardPlan, rank: int, *, bucket_elements: int) -> list[Round]:
-    """The rounds of `rank`. Every stream gets the same share of a bucket, that of the rank with the most peers."""
-    degree: dict[tuple[str, int], int] = {}
-    for source, destination in plan.moves:
-        for end in (("out", source), ("in", destination)):
-            degree[end] = degree.get(end, 0) + 1
-    if not degree:
+def most_peers(plan: ReshardPlan) -> int:
+    """Streams of the planned rank that has most of them in one direction."""
+    degree = Counter(end for source, destination in plan.moves for end in (("out", source), ("in", destination)))
+    return max(degree.values(), default=0)
+
+
+def schedule(plan: ReshardPlan, rank: int, *, bucket_elements: int, peers: int | None = None) -> list[Round]:
+    """The rounds of `rank`. Every stream gets the same share of a bucket, that of the rank with the most peers.
+
+    peers: the largest `most_peers` of all ranks' plans; None: `plan` is of all ranks. Raises ValueError when the share is below 1.
+    """
+    peers = most_peers(plan) if peers is None else peers
+    if not peers:
         return []
-    most = max(degree.values())
-    share = bucket_elements // most
+    share = bucket_elements // peers
     if share < 1:
-        raise ValueError(f"a bucket of {bucket_elements} elements is too small for a rank with {most} peers; raise bucket_bytes")
+        raise ValueError(f"a bucket of {bucket_elements} elements is too small for a rank with {peers} peers; raise bucket_bytes")
     sends, receives = {}, {}
     for (source, destination), moves in plan.moves.items():
         if source == rank:
