@@ -69,8 +69,6 @@ def violations(config: Config, models: Mapping[str, ModelSpec], *, world: int, b
             *experts_are_shared_evenly(role, spec, config),
             *experts_need_sequence_parallel(role, spec, config),
         ]
-    if "actor" in models:
-        found += the_hf_backend_has_no_experts(models["actor"], config)
     if "actor" in models and config.rollout.backend == "vllm":
         found += [
             *tensor_parallel_divides_heads("rollout engine", models["actor"], config.rollout.tensor, "rollout.tensor"),
@@ -158,11 +156,6 @@ def experts_need_sequence_parallel(role: str, spec: ModelSpec, config: Config) -
             f"parallel.sequence_parallel=false: the {role} has experts, and tensor-parallel ranks (parallel.tensor={parallel.tensor}) must "
             "each bring them tokens of their own; set parallel.sequence_parallel=auto"
         )
-
-
-def the_hf_backend_has_no_experts(spec: ModelSpec, config: Config) -> Violations:
-    if spec.num_experts and config.rollout.backend == "hf":
-        yield f"rollout.backend=hf: it cannot take new weights for the experts of a {spec.hf_type}; set rollout.backend=vllm"
 
 
 def sequence_parallel_needs_tensor_parallel(config: Config) -> Violations:

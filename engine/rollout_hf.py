@@ -92,7 +92,17 @@ class HfRollout:
         return hf_layout(self.spec)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+        """Live, by the names in Hugging Face's files, where each expert's weights are tensors of their own."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            experts, _, kind = name.rpartition(".")
+            if parameter.dim() == 3 and kind in ("gate_up_proj", "down_proj"):  # transformers 5 holds all experts of a layer in two
+                for expert, part in enumerate(parameter.data.unbind()):
+                    halves = zip(("gate_proj", "up_proj"), part.chunk(2), strict=True) if kind == "gate_up_proj" else [(kind, part)]
+                    tensors |= {f"{experts}.{expert}.{projection}.weight": tensor for projection, tensor in halves}
+            else:
+                tensors[name] = parameter.data
+        return tensors
 
     def sleep(self) -> bool:
         """It keeps its memory."""
