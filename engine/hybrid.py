@@ -82,12 +82,12 @@ def _check_every_parameter_is_covered(spec: ModelSpec, pieces: list[Piece], tens
 def place_replicas(spec: ModelSpec, grid: Grid, layouts: Mapping[int, Sequence[Piece]], *, tensor: int, ranks_per_node: int) -> Placement:
     """Seats for vLLM replicas of `tensor` ranks such that the ranks of each node have the least to receive from `layouts`."""
     with no_garbage_collection():
-        shares = [vllm_layout(spec, tensor, tensor_rank) for tensor_rank in range(tensor)]
-        wanted = [boxes_by_name(share) for share in shares]
-        sizes = [distinct_elements(share) for share in shares]
+        wanted = [boxes_by_name(vllm_layout(spec, tensor, tensor_rank)) for tensor_rank in range(tensor)]
+        sizes = [distinct_elements(boxes) for boxes in wanted]
         # One row for each distinct training layout, whatever axes make it: what each seat lacks there.
         lacking: dict[int, list[int]] = {}
-        for held, ranks in same_layouts(layouts):
+        for pieces, ranks in same_layouts(layouts):
+            held = boxes_by_name(pieces)
             row = [size - common_elements(held, boxes) for size, boxes in zip(sizes, wanted, strict=True)]
             lacking |= dict.fromkeys(ranks, row)
     return best_placement(lambda rank, seat: lacking[rank][seat], world=grid.world, tensor=tensor, ranks_per_node=ranks_per_node)

@@ -114,24 +114,26 @@ def same_layouts(layouts: Mapping[int, Sequence[Piece]]) -> list[tuple[Sequence[
 
 def missing_elements(held: Sequence[Piece], wanted: Sequence[Piece]) -> int:
     """Number of distinct Hugging Face elements in `wanted` that are not in `held`."""
-    return distinct_elements(wanted) - common_elements(held, boxes_by_name(wanted))
+    return distinct_elements(boxes_by_name(wanted)) - common_elements(boxes_by_name(held), boxes_by_name(wanted))
 
 
-def distinct_elements(pieces: Sequence[Piece]) -> int:
-    """Number of Hugging Face elements in `pieces`, each counted once however often it is there."""
-    return sum(
-        volume(cell) for boxes in boxes_by_name(pieces).values() for cell in (_covered(boxes, _edges(boxes)) if len(boxes) > 1 else boxes)
-    )
+def distinct_elements(boxes: Mapping[str, Sequence[Box]]) -> int:
+    """Number of Hugging Face elements in `boxes` (by tensor), each counted once however many boxes it is in."""
+    return sum(volume(cell) for many in boxes.values() for cell in (many if len(many) == 1 else _covered(many, _edges(many))))
 
 
-def common_elements(held: Sequence[Piece], wanted: Mapping[str, Sequence[Box]]) -> int:
-    """Number of distinct Hugging Face elements that are both in `held` and in `wanted`, the boxes by name. Takes time for `held` only."""
-    count = 0
-    for name, mine in boxes_by_name(held).items():
-        if boxes := wanted.get(name):
-            edges = _edges([*boxes, *mine])
-            count += sum(volume(cell) for cell in _covered(boxes, edges) & _covered(mine, edges))
-    return count
+def common_elements(held: Mapping[str, Sequence[Box]], wanted: Mapping[str, Sequence[Box]]) -> int:
+    """Number of distinct Hugging Face elements that are in boxes of both; takes time for `held` only, however much is wanted."""
+    total = 0
+    for name, mine in held.items():
+        theirs = wanted.get(name, ())
+        if len(mine) == len(theirs) == 1:
+            both = intersect(mine[0], theirs[0])
+            total += volume(both) if both else 0
+        elif theirs:
+            edges = _edges([*mine, *theirs])
+            total += sum(volume(cell) for cell in _covered(mine, edges) & _covered(theirs, edges))
+    return total
 
 
 class _Holders:
