@@ -25,8 +25,6 @@ from tridentrl.kernels.advantages import group_normalized
 class GRPOConfig(GroupConfig):
     beta: float | None = 0.04
     """Weight of the KL to the reference (the paper's value); None: `trainer.kl_coef`. With 0 no reference model is built."""
-    normalize_std: bool = True
-    """Divide by the group's standard deviation."""
     loss_aggregation: Aggregation = "seq-mean-token-mean"
     """The paper's: mean over a sample's tokens, then over samples. See `BaseConfig` for the others."""
 
@@ -37,4 +35,4 @@ class GRPO(GroupAlgorithm):
     config: GRPOConfig
 
     def advantages(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        return group_normalized(rewards, group_ids, normalize_std=self.config.normalize_std)
+        return group_normalized(rewards, group_ids)

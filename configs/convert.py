@@ -176,8 +176,8 @@ def _convert(hint: Any, value: Any) -> Any:
     if origin in (tuple, list):
         return origin(_items(args, value))
     if origin in (dict, Mapping):
-        if isinstance(value, Mapping | None) and all(isinstance(name, str) for name in value or {}):
-            return {name: _convert(args[1], item) for name, item in (value or {}).items()}
+        if isinstance(value, Mapping | None):
+            return {_convert(args[0], name): _convert(args[1], item) for name, item in (value or {}).items()}
         raise _NotThat
     return _scalar(hint, value)
 
@@ -244,7 +244,7 @@ def describe(hint: Any) -> str:
         any_length = len(args) == 1 or args[1] is Ellipsis
         return f"a list, each item {describe(args[0])}" if any_length else f"a list of {len(args)}, each item {describe(args[0])}"
     if origin is not None:
-        return f"a mapping from text to {describe(args[1])}"
+        return f"a mapping from {describe(args[0])} to {describe(args[1])}"
     return {int: "an integer", float: "a finite number", bool: "true or false", str: "text", type(None): "null"}.get(hint, "any value")
 
 

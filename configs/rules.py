@@ -30,6 +30,8 @@ class Batches:
     """Samples per optimizer step over all ranks; None: all samples of the step."""
     update_epochs: int = 1
     """Passes over the step's samples."""
+    longest_prompt: int | None = None
+    """Tokens of the longest prompt that the algorithm's settings cover; None: any."""
 
     @property
     def kept_per_prompt(self) -> int:
@@ -77,6 +79,7 @@ def violations(config: Config, models: Mapping[str, ModelSpec], *, world: int, b
         ]
     if batches is not None:
         found += mini_batches_use_every_sample(config, batches)
+        found += group_sizes_cover_every_prompt(config, batches)
     return found
 
 
@@ -317,6 +320,15 @@ def mini_batches_use_every_sample(config: Config, batches: Batches) -> Violation
             f"algorithm.mini_batch_size={mini} samples: a step trains {config.data.train_batch_size} prompts (data.train_batch_size) x "
             f"{batches.kept_per_prompt} responses = {samples} samples, which must divide into mini-batches, and {samples} = "
             f"{samples // mini} x {mini} + {samples % mini}; set algorithm.mini_batch_size={near}"
+        )
+
+
+def group_sizes_cover_every_prompt(config: Config, batches: Batches) -> Violations:
+    covered, longest = batches.longest_prompt, config.data.max_prompt_length
+    if covered is not None and covered < longest:
+        yield (
+            f"algorithm.group_size has sizes for prompts of up to {covered} tokens, and data.max_prompt_length={longest} lets longer ones "
+            f"in; give a size for {longest} too, or set data.max_prompt_length={covered}"
         )
 
 

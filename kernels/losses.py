@@ -147,7 +147,8 @@ def kl_estimate(logprobs_r: Tensor, ref_logprobs_r: Tensor, kind: str) -> Tensor
     What the *gradient* of each is, in expectation, when used as a loss on fresh samples (the sampling itself is not differentiated):
     k1: 0, it does nothing but add noise, so `kl_loss` refuses it; k2: the gradient of KL(policy || reference), the one meant;
     k3: the gradient of KL(reference || policy), close to it only near the reference.
-    In a *reward*, which is not differentiated, k1 is the right one. d is clamped to `LOG_RATIO_LIMIT`.
+    In a *reward*, which is not differentiated, k1 is the right one; the gradients of k2 and k3 there vanish close to the reference.
+    d is clamped to `LOG_RATIO_LIMIT`.
     """
     difference_r = _bounded(logprobs_r - ref_logprobs_r)
     if kind == "k1":

@@ -239,7 +239,7 @@ def test_sft_gradients_equal_float64_for_every_split(micro: int, ranks: int) -> 
 def test_the_registry_lists_algorithms_and_names_the_nearest() -> None:
     assert {"grpo": GRPO, "ppo": PPO, "sft": SFT}.items() <= get_algorithm_registry().items()
     assert algorithm_class("ppo") is PPO
-    with pytest.raises(ValueError, match=r"algorithm.name=grop is unknown; did you mean grpo\? Known are grpo, ppo, sft"):
+    with pytest.raises(ValueError, match=r"algorithm.name=grop is unknown; did you mean grpo\? Known are .*dr_grpo, grpo, .*ppo, "):
         algorithm_class("grop")
     with pytest.raises(ValueError, match=r"name 'ppo' belongs to tridentrl\.algos\.ppo\.PPO"):
         register("ppo")(GRPO)
@@ -265,10 +265,3 @@ def test_the_registry_lists_algorithms_and_names_the_nearest() -> None:
 def test_settings_that_cannot_work_are_refused_with_value_rule_and_fix(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_dr_grpo_is_a_setting_of_grpo() -> None:
-    config = GRPO.Config(group_size=4, beta=0.0, normalize_std=False, loss_aggregation="fixed-length", loss_length=5)
-    (update,) = stepped(GRPO(config)).actor_updates
-    # At ratio 1 the loss is -sum(advantage * trained tokens) / (5 * 6 samples); rewards minus group means are +-0.5 and -5/12, -2/3, 13/12.
-    assert update.metrics["pg_loss"] == pytest.approx(-(0.5 * 3 - 0.5 * 2 - 0.5 * 3 + 0.5 * 1 - 5 / 12 * 3 + 13 / 12 * 4) / 30, abs=1e-6)

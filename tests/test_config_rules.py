@@ -204,3 +204,10 @@ def test_rules_about_models_hold_for_each_role_alone() -> None:
     odd = replace(spec(), num_heads=5, num_kv_heads=5)
     assert violations(config, {"critic": odd}, world=2)[0].startswith("parallel.tensor=2: the critic has 5 attention heads")
     assert violations(config, {"actor": spec(), "reference": odd}, world=2)[0].startswith("parallel.tensor=2: the reference has 5")
+
+
+def test_a_prompt_without_a_group_size_is_refused_before_the_run() -> None:
+    config = load("data.max_prompt_length=1024")
+    assert violations(config, {}, world=1, batches=Batches(longest_prompt=1024)) == []
+    (found,) = violations(config, {}, world=1, batches=Batches(longest_prompt=256))
+    assert "prompts of up to 256 tokens, and data.max_prompt_length=1024 lets longer ones in; give a size for 1024 too" in found

@@ -170,6 +170,24 @@ def test_the_gradient_of_each_kl_estimator_is_the_documented_one() -> None:
         assert expected_kl_gradient(unbiased)[1] == pytest.approx(reverse.item())
 
 
+def test_the_gradient_of_each_kl_estimator_in_the_reward_is_the_documented_one() -> None:
+    theta = torch.tensor([0.2, -0.1, 0.4], dtype=torch.float64, requires_grad=True)
+    logp, ref = theta.log_softmax(-1), torch.tensor([0.0, 0.5, -0.3], dtype=torch.float64).log_softmax(-1)
+
+    def of(x: Tensor) -> list[float]:
+        return torch.autograd.grad(x, theta, retain_graph=True)[0].tolist()
+
+    def as_reward(kind: str) -> list[float]:
+        """The policy gradient E[estimate grad log pi] of a penalty that is itself not differentiated."""
+        return of((logp.detach().exp() * kl_estimate(logp, ref, kind).detach() * logp).sum())
+
+    reverse, forward = of((logp.exp() * (logp - ref)).sum()), of((ref.exp() * (ref - logp)).sum())
+    squares = of((logp.exp() * (logp - ref).square() / 2).sum())
+    assert as_reward("k1") == pytest.approx(reverse, abs=1e-12)
+    assert as_reward("k2") == pytest.approx([a - b for a, b in zip(squares, reverse, strict=True)], abs=1e-12)
+    assert as_reward("k3") == pytest.approx([a - b for a, b in zip(reverse, forward, strict=True)], abs=1e-12)
+
+
 def test_kl_in_the_loss_logs_its_own_estimator_and_refuses_k1() -> None:
     logprobs, ref, mask = torch.tensor([-1.0, NAN]), torch.tensor([-1.5, INF]), torch.tensor([1.0, 0])
     for kind, expected in [("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)]:

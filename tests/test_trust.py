@@ -14,7 +14,7 @@ from table_cases import KEPT, SAMPLES, SPLITS, Float64, assert_all_close, clippe
 from table_models import VOCAB, Sample, TableContext, table
 from torch import Tensor
 
-from tridentrl.algos import GRPO, PPO
+from tridentrl.algos import GRPO, PPO, DrGRPO
 from tridentrl.kernels.losses import policy_loss
 from tridentrl.kernels.mismatch import mismatch_ratio
 
@@ -106,8 +106,8 @@ def test_an_engine_that_agrees_changes_nothing() -> None:
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 2)])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_in_the_reward_of_a_group_is_the_sum_over_the_response(micro: int, ranks: int, estimator: Any) -> None:
-    config = GRPO.Config(group_size=4, beta=0.2, kl_in="reward", kl_estimator=estimator, normalize_std=False)
-    (got,), _, logged = gradients(GRPO(config), micro, ranks)
+    config = DrGRPO.Config(group_size=4, beta=0.2, kl_in="reward", kl_estimator=estimator, loss_aggregation="seq-mean-token-mean")
+    (got,), _, logged = gradients(DrGRPO(config), micro, ranks)
     model, rewards, every = Float64(), list[float](), list[float]()
     for s in KEPT:
         d = [float(a - b) for a, b in zip(model.logprobs(model.actor, s), model.logprobs(model.reference, s), strict=True)]

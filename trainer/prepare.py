@@ -149,6 +149,7 @@ def _batches(algorithm: Algorithm) -> Batches:
         trained_per_prompt=getattr(algorithm.config, "top_k", None),
         mini_batch_size=algorithm.config.mini_batch_size,
         update_epochs=algorithm.config.epochs,
+        longest_prompt=algorithm.longest_prompt,
     )
 
 
