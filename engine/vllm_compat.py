@@ -6,11 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tridentrl.engine.placement import Placement
 
 _engines: list[object] = []
+EXPERT_MULTIPLE = 32
+"""vLLM's CPU kernels take experts whose feed-forward share is a multiple of this (`output_alignment`; 16 on one kind of processor)."""
 
 
 def keep_until_exit(engine: object) -> None:
@@ -76,7 +79,7 @@ def _keep_linear_weights_plain() -> None:
 
 
 def _keep_expert_weights_plain() -> None:
-    """vLLM repacks the experts' weights once after loading; here they are repacked for every forward pass, from the plain ones.
+    """vLLM pads and repacks the experts' weights once after loading; here that is done for every forward pass, from the plain ones.
 
     Slow, and for tests on CPU only. Can go with `_keep_linear_weights_plain`.
     """
@@ -87,12 +90,17 @@ def _keep_expert_weights_plain() -> None:
         return
 
     def cpu_fused_moe(output: Any, hidden: Any, w13: Any, w2: Any, *rest: Any) -> Any:
-        isa = rest[5]
+        isa, missing = rest[5], -w2.shape[2] % EXPERT_MULTIPLE
+        if missing:
+            gate_up = w13.view(len(w13), 2, w2.shape[2], w13.shape[2])
+            w13 = torch.nn.functional.pad(gate_up, (0, 0, 0, missing)).flatten(1, 2)
+            w2 = torch.nn.functional.pad(w2, (0, missing))
         return run(output, hidden, pack(w13, isa), pack(w2, isa), *rest)
 
     cpu_fused_moe.repacks = True  # type: ignore[attr-defined]
     cpu_moe.cpu_prepack_moe_weight = lambda weight, isa: weight
     cpu_moe.cpu_fused_moe = cpu_fused_moe
+    cpu_moe.CPUUnquantizedExperts._pad_moe_intermediate = lambda self, layer: None
 
 
 def _name_shared_memory_after_the_run(run_id: str) -> None:

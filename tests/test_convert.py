@@ -199,4 +199,6 @@ def test_what_cannot_be_converted_is_named(tmp_path: Path, capsys: pytest.Captur
     assert "damaged" in refused("megatron-to-hf", there, str(tmp_path / "out"))
     Path(there, "latest_checkpointed_iteration.txt").write_text("12")
     assert "iter_0000012" in refused("megatron-to-hf", there, str(tmp_path / "out"))
+    Path(there, "latest_checkpointed_iteration.txt").write_text("")
+    assert "latest_checkpointed_iteration.txt says ''" in refused("megatron-to-hf", there, str(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["m"]

@@ -22,8 +22,9 @@ from tridentrl.weights.hf_io import export_hf, read_config
 
 
 @pytest.mark.parametrize(
+    # Over four ranks vLLM copies the two key-value heads, and pads its share of an expert, 16, in the kernel.
     ("grids", "replicas"),
-    [([Grid(tp=2, etp=2), Grid(dp=2, ep=2)], ((0, 1),)), ([Grid(tp=2, dp=2, ep=2, etp=2)], ((0, 2), (1, 3)))],
+    [([Grid(tp=2, etp=2), Grid(dp=2, ep=2)], ((0, 1),)), ([Grid(tp=2, dp=2, ep=2, etp=2)], ((0, 1, 2, 3),))],
     ids=["two ranks", "four ranks"],
 )
 def test_experts_of_every_layout_land_bit_for_bit_in_live_vllm(

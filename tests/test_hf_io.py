@@ -178,6 +178,23 @@ def test_export_dtype_is_what_was_asked_and_what_the_config_says(asked: torch.dt
     assert all(tensor.dtype == torch.float32 for tensor in masters.values())
 
 
+def test_heads_wider_than_the_hidden_size_keep_their_rows_and_their_norms(tmp_path: Path) -> None:
+    """Hidden 32, four query and two key-value heads of 16: (4 + 2 * 2) * 16 fused rows, where hidden / heads would give 64."""
+    model: Any = make_model("qwen3")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.weight.fill_(2.0)
+            layer.self_attn.k_norm.weight.fill_(3.0)
+    spec = spec_from_hf(config := read_config(save(model, tmp_path / "in")))
+    tensors = megatron_tensors(tmp_path / "in", spec, Grid(), 0)
+    attention = "0.decoder.layers.1.self_attention."
+    assert tensors[attention + "linear_qkv.weight"].shape == (128, 32)
+    assert tensors[attention + "q_layernorm.weight"].tolist() == [2.0] * 16
+    assert tensors[attention + "k_layernorm.weight"].tolist() == [3.0] * 16
+    export_hf(spec, config, {0: megatron_layout(spec, Grid(), 0)}, tensors, tmp_path / "out")
+    assert_same_model(tmp_path / "out", model)
+
+
 def test_vllm_pieces_load_from_files_like_any_other(tmp_path: Path) -> None:
     model = make_model("qwen2")
     spec = spec_from_hf(read_config(save(model, tmp_path)))
