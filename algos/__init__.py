@@ -2,6 +2,7 @@
 
 from tridentrl.algos.algorithm import Algorithm
 from tridentrl.algos.cispo import CISPO
+from tridentrl.algos.dapo import DAPO
 from tridentrl.algos.dpo import DPO
 from tridentrl.algos.dr_grpo import DrGRPO
 from tridentrl.algos.grpo import GRPO
@@ -16,6 +17,7 @@ from tridentrl.algos.sft import SFT
 
 __all__ = [
     "CISPO",
+    "DAPO",
     "DPO",
     "GRPO",
     "GSPO",

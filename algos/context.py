@@ -76,6 +76,11 @@ class Context(Protocol):
         """
         ...
 
+    def more_prompts(self) -> Any:
+        """The next batch of training rows within the same step. The place in the data moves on: the next step, and a resumed run, go on
+        behind it."""
+        ...
+
     def demonstrations(self, prompts: Any) -> Rollouts:
         """The rows' own responses (`data.response_key`) as a batch, for supervised training."""
         ...

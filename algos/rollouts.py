@@ -7,7 +7,7 @@ Everything with N is equal on every rank; everything with n, T or R differs from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 
@@ -96,3 +96,25 @@ class Rollouts:
             response_mask_R=torch.ones(len(ends), device=self.tokens_T.device),
             fields={},
         )
+
+
+def concatenated(parts: Sequence[Rollouts]) -> Rollouts:
+    """One batch of the samples of several, in order. Groups of different parts stay different groups: their ids are numbered on."""
+    first = parts[0]
+    samples, groups, rows_n, group_ids_N = 0, 0, list[Tensor](), list[Tensor]()
+    for part in parts:
+        rows_n.append(part.rows_n + samples)
+        group_ids_N.append(part.group_ids_N + groups)
+        samples += len(part)
+        groups += int(part.group_ids_N.max()) + 1 if len(part) else 0
+    return Rollouts(
+        group_ids_N=torch.cat(group_ids_N),
+        prompt_lengths_N=torch.cat([part.prompt_lengths_N for part in parts]),
+        response_lengths_N=torch.cat([part.response_lengths_N for part in parts]),
+        truncated_N=torch.cat([part.truncated_N for part in parts]),
+        data_sources_N=tuple(source for part in parts for source in part.data_sources_N),
+        rows_n=torch.cat(rows_n),
+        tokens_T=torch.cat([part.tokens_T for part in parts]),
+        response_mask_R=torch.cat([part.response_mask_R for part in parts]),
+        fields={name: torch.cat([part.fields[name] for part in parts]) for name in first.fields},
+    )

@@ -35,7 +35,7 @@ SPLITS = [(1, 1), (2, 1), (100, 1), (1, 2), (100, 2)]
 def stepped(algorithm: Algorithm, samples: list[Sample] = SAMPLES, **settings: Any) -> TableContext:
     """The context after one step on one rank."""
     ctx = TableContext(samples, **settings)
-    algorithm.step(ctx, prompts=None)
+    algorithm.step(ctx, prompts=[None] * len({sample.group for sample in samples}))
     return ctx
 
 

@@ -102,11 +102,12 @@ class TableContext:
 
     def generate(self, prompts: Any, *, n: Any, greedy: bool = False) -> Rollouts:
         self.calls.append(f"generate {'greedily' if greedy else n}")
-        rollouts = self._pack(self.greedy if greedy else prompts or self.samples)
+        rollouts = self._pack(self.greedy if greedy else self.samples)
         return rollouts.with_fields(engine_logprobs=self._policy(self.actor if self.engine is None else self.engine, rollouts)[0])
 
     def more_prompts(self) -> Any:
-        return self.later.pop(0)
+        self.calls.append("more prompts")
+        self.samples = self.later.pop(0)
 
     def demonstrations(self, prompts: Any) -> Rollouts:
         return self._pack(self.samples)

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from table_cases import KEPT, SAMPLES, SPLITS, Float64, assert_all_close, clipped, gradients, grpo_advantages, sgd, stepped
-from table_models import Sample
+from table_models import Sample, TableContext, pack
 from torch import Tensor
 
-from tridentrl.algos import CISPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP, ReinforcePPBaseline, ReMax
+from tridentrl.algos import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP, ReinforcePPBaseline, ReMax
+from tridentrl.algos.rollouts import concatenated
 from tridentrl.configs.convert import ConfigError
 from tridentrl.configs.load import load_config, save_config, typed_options
 from tridentrl.kernels.advantages import leave_one_out, reward_to_go, samplewise_sum
@@ -297,3 +298,91 @@ def test_group_sizes_are_read_from_the_command_line_and_a_file(tmp_path: Path) -
 def test_group_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GRPO.Config(**settings)
+
+
+# DAPO
+
+EQUAL, ONE_RIGHT = [1.0, 1.0], [1.0, 0.0]
+
+
+def groups(*rewards: list[float], length: int = 1) -> list[Sample]:
+    return [Sample(g, [g + 1], [2] * length, r) for g, group in enumerate(rewards) for r in group]
+
+
+def dapo_step(batches: list[list[Sample]], *, prompts: int, **settings: Any) -> TableContext:
+    ctx = TableContext(batches[0], later=batches[1:], max_response_length=10)
+    DAPO(DAPO.Config(group_size=2, **settings)).step(ctx, [SimpleNamespace(prompt_ids=[1])] * prompts)  # type: ignore[arg-type]
+    return ctx
+
+
+def test_dapo_draws_prompts_until_the_step_has_its_groups_and_drops_the_rest() -> None:
+    batches = [groups(EQUAL, ONE_RIGHT), groups([0.0, 0.0], [NAN, 1.0]), groups([0.0, 1.0], [3.0, 0.0], length=2), groups(ONE_RIGHT)]
+    ctx = dapo_step(batches, prompts=2)
+    assert [call for call in ctx.calls if "timer" not in call] == ["generate 2", "more prompts"] * 2 + ["generate 2"]
+    assert ctx.logged["dapo/generation_batches"] == 3 and ctx.logged["dapo/groups"] == 2
+    assert ctx.logged["dapo/equal_share"] == 0.5  # of 6 groups, 3
+    (update,) = ctx.actor_updates
+    half = pytest.approx([0.707106, -0.707106, -0.707106, -0.707106, 0.707106, 0.707106], abs=2e-6)
+    assert update.fields["advantages"].tolist() == half and update.denominators.sequences == 4
+
+
+def test_dapo_trains_on_what_it_has_after_the_last_batch_it_may_draw() -> None:
+    batches = [groups(EQUAL, ONE_RIGHT), groups(EQUAL, EQUAL), groups(ONE_RIGHT, ONE_RIGHT)]
+    ctx = dapo_step(batches, prompts=2, max_generation_batches=2)
+    assert ctx.logged["dapo/generation_batches"] == 2 and ctx.actor_updates[0].denominators.sequences == 2
+    ctx = dapo_step(batches, prompts=2, dynamic_sampling=False)
+    assert ctx.logged["dapo/generation_batches"] == 1 and ctx.actor_updates[0].denominators.sequences == 2
+    ctx = dapo_step([groups(EQUAL, EQUAL)], prompts=2, max_generation_batches=1)
+    assert ctx.logged["dapo/groups"] == 0 and not ctx.actor_updates
+
+
+def test_groups_of_several_batches_stay_apart() -> None:
+    first, second = groups(ONE_RIGHT, ONE_RIGHT), groups([5.0, 0.0], length=3)
+    whole = concatenated([pack(first, [0, 3]), pack(first, [])[torch.zeros(4, dtype=torch.bool)], pack(second, [1])])
+    assert whole.group_ids_N.tolist() == [0, 0, 1, 1, 2, 2] and whole.rows_n.tolist() == [0, 3, 5]
+    assert whole.response_lengths_N.tolist() == [1, 1, 1, 1, 3, 3] and whole.tokens_T.tolist() == [1, 2, 2, 2, 1, 2, 2, 2]
+    assert whole[torch.tensor([False] * 5 + [True])].tokens_T.tolist() == [1, 2, 2, 2]
+
+
+def test_the_overlong_punishment_by_hand() -> None:
+    lengths = torch.tensor([1, 8, 9, 10, 12])
+    assert DAPO().overlong(lengths, 10).tolist() == pytest.approx([0, 0, 0.5, 1, 1])
+    custom = DAPO(DAPO.Config(overlong_penalty=2.0, overlong_length=12, overlong_buffer=4))
+    assert custom.overlong(lengths, 99).tolist() == pytest.approx([0, 0, 0.5, 1, 2])
+    # It moves advantages, but makes no group of equal rewards one that teaches.
+    samples = [Sample(0, [1], [2], 1.0), Sample(0, [1], [2] * 10, 1.0), Sample(1, [1], [2], 0.0), Sample(1, [1], [2] * 10, 3.0)]
+    (update,) = dapo_step([samples], prompts=1, dynamic_sampling=False).actor_updates
+    assert update.fields["advantages"].tolist() == pytest.approx([-0.707106] + [0.707106] * 10, abs=2e-6)  # rewards 0 and 3 - 1
+    (update,) = dapo_step([samples[2:]], prompts=1, overlong_penalty=6.0).actor_updates
+    assert update.fields["advantages"][0].item() > 0  # 0 beats 3 - 6
+
+
+@pytest.mark.parametrize(("micro", "ranks"), SPLITS)
+def test_dapo_is_grpo_with_more_room_upwards_averaged_over_tokens(micro: int, ranks: int) -> None:
+    config = DAPO.Config(group_size=4, epochs=2, mini_batch_size=4, clip_coef=0.02, clip_coef_high=0.03, overlong_penalty=0.0)
+    got, _, _ = gradients(DAPO(config), micro, ranks)
+    model, advantages = Float64(), grpo_advantages()
+    old = [[float(lp) for lp in model.logprobs(model.actor, s)] for s in KEPT]
+
+    def loss(weights: Tensor, batch: list[int]) -> Tensor:
+        terms = []
+        for i in batch:
+            for lp, o, m in zip(model.logprobs(weights, KEPT[i]), old[i], KEPT[i].trained, strict=True):
+                if m:
+                    terms.append(-clipped((lp - o).exp(), advantages[i], 0.02, 0.03))
+        return sum(terms) / len(terms)
+
+    assert_all_close(got, sgd(model.actor, loss, TWICE))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_generation_batches": 0}, "max_generation_batches=0: .*set 1 or more"),
+        ({"overlong_penalty": -1.0}, "overlong_penalty=-1.0: "),
+        ({"overlong_length": 4, "overlong_buffer": 5}, "overlong_buffer=5: it lies before overlong_length"),
+    ],
+)
+def test_dapo_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DAPO.Config(**settings)

@@ -90,10 +90,19 @@ class TrainContext:
     """Implements `algos.context.Context`. One per run; `begin` starts each step."""
 
     def __init__(
-        self, engines: Engines, scorer: Scorer | None, grid: Grid, *, sampling: Sampling, seed: int, kl_coef: float, device: torch.device
+        self,
+        engines: Engines,
+        scorer: Scorer | None,
+        grid: Grid,
+        *,
+        next_rows: Callable[[], Sequence[PromptRow]],
+        sampling: Sampling,
+        seed: int,
+        kl_coef: float,
+        device: torch.device,
     ) -> None:
         self.engines, self.scorer, self.grid, self.sampling, self.seed = engines, scorer, grid, sampling, seed
-        self.kl_coef, self.device = kl_coef, device
+        self.next_rows, self.kl_coef, self.device = next_rows, kl_coef, device
         self.data_group = parallel_state.get_data_parallel_group() if grid.dp > 1 else None
         self.step = 0
         self.step_log = StepLog()
@@ -181,6 +190,9 @@ class TrainContext:
                 grid=self.grid,
                 device=self.device,
             )
+
+    def more_prompts(self) -> Sequence[PromptRow]:
+        return self.next_rows()
 
     def demonstrations(self, prompts: Sequence[PromptRow]) -> Rollouts:
         return self._given(prompts, [[row.response_ids or []] for row in prompts])

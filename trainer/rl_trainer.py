@@ -123,6 +123,7 @@ class RLTrainer:
             self.engines,
             Scorer(self.pool, self.tokenizer) if self.pool else None,
             prepared.grid,
+            next_rows=self._next_rows,
             sampling=sampling,
             seed=config.seed,
             kl_coef=config.trainer.kl_coef,
@@ -175,7 +176,7 @@ class RLTrainer:
     def _run_step(self, step: int) -> dict[str, float]:
         start = time.perf_counter()
         self.context.begin(step)
-        self.prepared.algorithm.step(self.context, self.train_data[next(self.sampler)])
+        self.prepared.algorithm.step(self.context, self._next_rows())
         metrics = self.context.step_log.metrics() | self.context.memory_metrics()
         staged = sum(self.context.step_log.seconds.values())
         if self.writer:
@@ -191,6 +192,10 @@ class RLTrainer:
             self.writer.write_receipts(step, self.context.step_log.receipts)
             tqdm.write(step_line(step, metrics))
         return metrics
+
+    def _next_rows(self) -> list[PromptRow]:
+        """The next batch of training rows. What has been taken is in the next checkpoint."""
+        return self.train_data[next(self.sampler)]
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Score every held-out row once; writes the rows to `rollouts/step_N.jsonl`. Collective over the world."""
