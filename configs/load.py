@@ -23,6 +23,7 @@ PRESETS = Path(__file__).parent / "presets"
 """Where a configuration is looked for by name when no folder is given."""
 _NOT_KEYS = ("options", "origins")
 """Fields of AlgorithmConfig that are not written as keys."""
+_KEYS = tuple(name for name in hints(AlgorithmConfig) if name not in _NOT_KEYS)
 
 
 def load_config(
@@ -52,7 +53,7 @@ def load_config(
     tree = _interpolated(tree)
     if isinstance(tree.get("algorithm"), dict):
         written = tree["algorithm"]
-        options = {name: value for name, value in written.items() if name not in ("name", "path")}
+        options = {name: value for name, value in written.items() if name not in _KEYS}
         own = {key: origin for key, origin in origins.items() if key.startswith("algorithm.")}
         kept = {name: value for name, value in written.items() if name not in options}
         tree["algorithm"] = {**kept, "options": options, "origins": own}

@@ -173,6 +173,18 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SchedulePoint:
+    """An entry of `algorithm.schedule`."""
+
+    at: Index
+    """The algorithm takes over after so many steps."""
+    name: Text
+    """Name in the registry."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Its own settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Which algorithm runs. Every other key under `algorithm` is one of its own settings, checked against its typed Config."""
 
@@ -180,6 +192,9 @@ class AlgorithmConfig:
     """Name in the registry. GRPO needs no critic, so it is the lightest."""
     path: Text | None = None
     """Python file to import first, for an algorithm of your own."""
+    schedule: tuple[Mapping[str, Any], ...] = ()
+    """Algorithms that take over from one another, a list of `{at: 500, name: grpo, config: {...}}`: `at` is the number of steps before it. An
+    entry at 0 stands in place of `algorithm.name`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Not a key: the further keys, as they were written."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -79,14 +80,29 @@ def sampling_settings(config: Config, stop_token_ids: tuple[int, ...]) -> Sampli
     )
 
 
-def build_engines(prepared: Prepared, device: torch.device, *, optimizer_steps: int, ranks_per_node: int) -> Engines:
-    """All models of the run, loaded. Collective over the world."""
-    config, grid = prepared.config, prepared.grid
-    init_groups(grid, seed=config.seed)
-    layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core local"
-    log.info("layers: %s; Adam: %s", layers, adam_implementation())
-    engines = Engines(models={role: _model(prepared, role, device, optimizer_steps=optimizer_steps) for role in prepared.specs})
-    if prepared.algorithm.online:
+def build_engines(
+    prepared: Prepared,
+    engines: Engines,
+    roles: Iterable[str],
+    device: torch.device,
+    *,
+    online: bool,
+    optimizer_steps: int,
+    ranks_per_node: int,
+) -> list[str]:
+    """Add those of `roles` that `engines` lacks, loaded from their folders, and if `online` the rollout engine. Collective over the world.
+
+    Returns the roles that were built.
+    """
+    config = prepared.config
+    if not engines.models:
+        init_groups(prepared.grid, seed=config.seed)
+        layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core local"
+        log.info("layers: %s; Adam: %s", layers, adam_implementation())
+    built = [role for role in roles if role not in engines.models]
+    for role in built:
+        engines.models[role] = _model(prepared, role, device, optimizer_steps=optimizer_steps)
+    if online and engines.hybrid is None:
         actor = engines["actor"]
         rollout = _rollout(prepared, actor, device, ranks_per_node)
         bucket_bytes = config.rollout.bucket_mb * 1024**2
@@ -94,7 +110,7 @@ def build_engines(prepared: Prepared, device: torch.device, *, optimizer_steps: 
             actor, rollout, checksum_syncs=config.rollout.checksum_syncs, bucket_bytes=bucket_bytes, ranks_per_node=ranks_per_node
         )
         rollout.sleep()
-    return engines
+    return built
 
 
 def _model(prepared: Prepared, role: str, device: torch.device, *, optimizer_steps: int) -> MegatronEngine:

@@ -385,7 +385,7 @@ class TrainContext:
         with contextlib.ExitStack() as stack:
             with self.timer("offload"):
                 if resting:
-                    self._rest_rollout()
+                    self.rest_rollout()
                 stack.enter_context(engine.at_work(training=training))
             with self.timer(stage):
                 yield
@@ -395,7 +395,7 @@ class TrainContext:
     @contextlib.contextmanager
     def all_at_work(self) -> Iterator[None]:
         """Inside, everything that trains is on the device: to be exported, saved or loaded."""
-        self._rest_rollout()
+        self.rest_rollout()
         with contextlib.ExitStack() as stack:
             for engine in self.trained().values():
                 stack.enter_context(engine.at_work(training=True))
@@ -405,7 +405,8 @@ class TrainContext:
         """The models with an optimizer, by role."""
         return {role: engine for role, engine in self.engines.models.items() if engine.training}
 
-    def _rest_rollout(self) -> None:
+    def rest_rollout(self) -> None:
+        """Send the rollout engine to sleep, where it can."""
         if self.engines.hybrid and self.engines.hybrid.rollout.sleep():
             self._stale = True
 

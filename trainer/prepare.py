@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import runpy
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,15 +15,13 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from tridentrl import require_vllm
-from tridentrl.algos import Algorithm
-from tridentrl.algos.registry import algorithm_class
 from tridentrl.configs.convert import ConfigError
 from tridentrl.configs.layout import resolve_layout
-from tridentrl.configs.load import typed_options
 from tridentrl.configs.model_spec import ModelSpec
 from tridentrl.configs.rules import Batches, check
 from tridentrl.configs.schema import Config
 from tridentrl.parallel.grid import Grid
+from tridentrl.trainer.phases import Phase, planned_phases
 from tridentrl.weights.families import spec_from_hf
 from tridentrl.weights.hf_io import read_config
 
@@ -41,12 +37,13 @@ class Prepared:
     """A configuration without any `auto`, and what follows from it."""
 
     config: Config
-    algorithm: Algorithm
+    phases: tuple[Phase, ...]
+    """Which algorithm runs when."""
     folders: dict[str, str]
     """Local folder of each role's pretrained model; the first role is the one that a run is about."""
     tokenizer_folder: str
     specs: dict[str, ModelSpec]
-    batches: Batches
+    """Shape of each role's model, of all phases."""
     world: int
 
     @property
@@ -66,11 +63,14 @@ class Prepared:
         )
 
 
-def prepare(config: Config, *, world: int) -> Prepared:
-    """Resolve `config` for `world` processes. Raises ConfigError that lists everything wrong with the settings and the models' shapes."""
+def prepare(config: Config, *, world: int, later: tuple[Phase, ...] = ()) -> Prepared:
+    """Resolve `config` for `world` processes. `later`: phases in place of those that it plans.
+
+    Raises ConfigError that lists everything wrong with the settings and the models' shapes.
+    """
     problems: list[str] = []
-    algorithm = _collect(problems, lambda: _algorithm(config))
-    roles = algorithm.roles(kl_coef=config.trainer.kl_coef) if algorithm else ("actor",)
+    phases = later or _collect(problems, lambda: planned_phases(config.algorithm)) or ()
+    roles = all_roles(phases, config) or ("actor",)
     folders, specs = {}, {}
     for role in roles:
         key, name = _pretrained(config, role)
@@ -82,24 +82,23 @@ def prepare(config: Config, *, world: int) -> Prepared:
     tokenizer_folder = next(iter(folders.values()), None)
     if tokenizer:
         tokenizer_folder = _collect(problems, lambda: model_folder(tokenizer, key="model.tokenizer_name_or_path"))
-    if algorithm:
-        problems += _missing_columns(config, algorithm)
-    _collect(problems, lambda: _check_machine(config, needs_vllm=algorithm is not None and algorithm.online))
+    for phase in phases:
+        problems += _missing_columns(config, phase)
+    _collect(problems, lambda: _check_machine(config, needs_vllm=any(phase.algorithm.online for phase in phases)))
     on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     resolved = _collect(problems, lambda: resolve_layout(config, specs, world=world, device="cuda" if on_gpu else "cpu"))
-    batches = _batches(algorithm) if algorithm else Batches()
     if resolved:
-        _collect(problems, lambda: check(resolved, specs, world=world, batches=batches))
+        for batches in [phase.batches for phase in phases] or [Batches()]:
+            _collect(problems, partial(check, resolved, specs, world=world, batches=batches))
     if problems:
         raise ConfigError(problems)
-    assert algorithm and resolved and tokenizer_folder
+    assert resolved and tokenizer_folder
     return Prepared(
         config=resolved,
-        algorithm=algorithm,
+        phases=phases,
         folders=folders,
         tokenizer_folder=tokenizer_folder,
         specs=specs,
-        batches=batches,
         world=world,
     )
 
@@ -115,20 +114,14 @@ def _collect(problems: list[str], make: Callable[[], T], *, prefix: str = "") ->
     return None
 
 
-def _algorithm(config: Config) -> Algorithm:
-    if config.algorithm.path:
-        run_algorithm_file(config.algorithm.path)
-    kind = algorithm_class(config.algorithm.name)
-    return kind(typed_options(kind.Config, config.algorithm))
+def all_roles(phases: Sequence[Phase], config: Config) -> tuple[str, ...]:
+    """Every model that some phase needs, each once, in the order of need."""
+    return tuple(dict.fromkeys(role for phase in phases for role in phase.algorithm.roles(kl_coef=config.trainer.kl_coef)))
 
 
-def _missing_columns(config: Config, algorithm: Algorithm) -> list[str]:
-    missing = [f"data.{key}" for key in algorithm.data_keys if getattr(config.data, key) is None]
-    return (
-        [f"algorithm.name={config.algorithm.name} learns from {' and '.join(missing)}; set it to the column of your files"]
-        if missing
-        else []
-    )
+def _missing_columns(config: Config, phase: Phase) -> list[str]:
+    missing = [f"data.{key}" for key in phase.algorithm.data_keys if getattr(config.data, key) is None]
+    return [f"algorithm.name={phase.name} learns from {' and '.join(missing)}; set it to the column of your files"] if missing else []
 
 
 def _spec(folder: str) -> ModelSpec:
@@ -141,16 +134,6 @@ def _pretrained(config: Config, role: str) -> tuple[str, str]:
         if name := getattr(config.model, key):
             return f"model.{key}", name
     raise AssertionError("the actor's name is required")
-
-
-def _batches(algorithm: Algorithm) -> Batches:
-    return Batches(
-        samples_per_prompt=algorithm.samples_per_prompt,
-        trained_per_prompt=getattr(algorithm.config, "top_k", None),
-        mini_batch_size=algorithm.config.mini_batch_size,
-        update_epochs=algorithm.config.epochs,
-        longest_prompt=algorithm.longest_prompt,
-    )
 
 
 def _check_machine(config: Config, *, needs_vllm: bool) -> None:
@@ -177,14 +160,3 @@ def model_folder(name: str, *, key: str) -> str:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{key}={name}: no such folder, and the hub has no such model for us ({type(error).__name__}: {reason})") from None
-
-
-def run_algorithm_file(path: str) -> None:
-    """Run the user's file, which registers algorithms. ValueError names `algorithm.path` and shows the file's own traceback."""
-    if not os.path.isfile(path):
-        raise ValueError(f"algorithm.path={path}: there is no such file; give a Python file that calls tridentrl.algos.register")
-    log.info("running algorithm.path=%s", path)
-    try:
-        runpy.run_path(path, run_name=f"algorithm_{os.path.basename(path).removesuffix('.py')}")
-    except Exception:
-        raise ValueError(f"algorithm.path={path} cannot be run:\n{traceback.format_exc()}") from None

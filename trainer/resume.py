@@ -6,7 +6,7 @@ import functools
 import hashlib
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tridentrl.configs.load import save_config, to_dict
 from tridentrl.data.sampler import PromptSampler
 from tridentrl.parallel.grid import Grid
 from tridentrl.trainer.context import TrainContext
+from tridentrl.trainer.phases import Phase, make_phase, phase_of
 from tridentrl.trainer.prepare import Prepared
 
 log = logging.getLogger(__name__)
@@ -71,11 +72,13 @@ def find_checkpoint(prepared: Prepared, checkpoints: CheckpointStore, sampler: P
     return Found(folder, manifest, state)
 
 
-def run_contents(prepared: Prepared, context: TrainContext, sampler: PromptSampler) -> Contents:
-    """What the checkpoint of this moment holds."""
+def run_contents(prepared: Prepared, context: TrainContext, sampler: PromptSampler, phase: Phase, switches: Sequence[Phase]) -> Contents:
+    """What the checkpoint of this moment holds. `phase`: the algorithm that runs; `switches`: those that no setting planned."""
     shared_state = {
-        "algorithm": prepared.config.algorithm.name,
-        "algorithm_state": prepared.algorithm.state_dict(),
+        "algorithm": phase.name,
+        "algorithm_since": phase.at,
+        "algorithm_state": phase.algorithm.state_dict(),
+        "switches": [{"at": switch.at, "name": switch.name, "config": dict(switch.config)} for switch in switches],
         "sampler": sampler.state_dict(),
         "context": context.state_dict(),
         "reference": _reference(prepared),
@@ -89,21 +92,34 @@ def run_contents(prepared: Prepared, context: TrainContext, sampler: PromptSampl
     )
 
 
-def restore(found: Found, prepared: Prepared, context: TrainContext) -> None:
-    """Bring models, context, algorithm and random states to where `found` was saved. Collective over the world.
+def switches_of(found: Found) -> tuple[Phase, ...]:
+    """The switches that the saved run had made beside its settings."""
+    return tuple(make_phase(**switch) for switch in found.state["switches"])
+
+
+def restore(found: Found, prepared: Prepared, context: TrainContext, phase: Phase) -> None:
+    """Bring models, context, the algorithm of `phase` and random states to where `found` was saved. Collective over the world.
+
+    An algorithm that takes over at this very step starts afresh, and so do the models that only it needs.
 
     On another layout the random states stay as the seed made them: rollouts and the data order do not depend on them.
     """
     with context.all_at_work():
         for role, engine in context.trained().items():
-            load_model(engine, found.folder / role)
+            if role in found.manifest.roles:
+                load_model(engine, found.folder / role)
     context.load_state_dict(found.state["context"])
-    prepared.algorithm.load_state_dict(found.state["algorithm_state"])
+    if (phase.name, phase.at) == (found.state["algorithm"], found.state["algorithm_since"]):
+        phase.algorithm.load_state_dict(found.state["algorithm_state"])
     same_layout = found.manifest.layout == asdict(prepared.grid)
     if same_layout:
         set_random_states(torch.load(found.folder / "ranks" / f"{dist.get_rank()}.pt", weights_only=True))
     if dist.get_rank() == 0:
         log.info("resumed after step %d from %s", found.manifest.step, found.folder)
+        if phase.name != found.state["algorithm"]:
+            log.info("%s takes over from %s", phase.name, found.state["algorithm"])
+        if unused := sorted(set(found.manifest.roles) - set(context.engines.models)):
+            log.info("no algorithm of this run uses the %s of the checkpoint, which is left there", " and the ".join(unused))
         if not same_layout:
             saved = Grid(**found.manifest.layout)
             log.info("the layout was %s and is %s: the random states of the ranks start from the seed", saved, prepared.grid)
@@ -112,10 +128,15 @@ def restore(found: Found, prepared: Prepared, context: TrainContext) -> None:
 
 
 def _check_same_kind_of_run(state: Mapping[str, Any], prepared: Prepared, manifest: Manifest) -> None:
-    name, trained = prepared.config.algorithm.name, set(prepared.specs) - {"reference"}
-    if state["algorithm"] != name:
-        raise ValueError(f"its algorithm.name is {state['algorithm']}, this run has {name}")
-    if set(manifest.roles) != trained:
+    known = {phase.name for phase in prepared.phases} | {switch["name"] for switch in state["switches"]}
+    if state["algorithm"] not in known and prepared.config.trainer.resume == "auto":
+        raise ValueError(
+            f"its algorithm.name is {state['algorithm']}, this run has {', '.join(sorted(known))}. To let another one take over, name the"
+            " checkpoint in trainer.resume, or plan the change in algorithm.schedule"
+        )
+    phase = phase_of(prepared.phases, manifest.step + 1)
+    trained = set(phase.algorithm.roles(kl_coef=prepared.config.trainer.kl_coef)) - {"reference"}
+    if phase.name == state["algorithm"] and not trained <= set(manifest.roles):
         raise ValueError(f"it has the models {', '.join(manifest.roles)}, this run trains {', '.join(sorted(trained))}")
     reference = _reference(prepared)
     if state["reference"] and reference and state["reference"]["fingerprint"] != reference["fingerprint"]:

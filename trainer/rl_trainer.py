@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,15 @@ from tridentrl.trainer.builders import (
     init_distributed,
     sampling_settings,
 )
-from tridentrl.trainer.context import EVALUATION, TrainContext
+from tridentrl.trainer.context import EVALUATION, Engines, TrainContext
 from tridentrl.trainer.metrics import MetricsWriter, drop_records_after, step_line, write_rows
+from tridentrl.trainer.phases import Phase, make_phase, optimizer_steps, phase_of
 from tridentrl.trainer.prepare import Prepared, prepare
-from tridentrl.trainer.resume import find_checkpoint, restore, run_contents
+from tridentrl.trainer.resume import find_checkpoint, restore, run_contents, switches_of
 from tridentrl.trainer.scoring import Scorer
 from tridentrl.trainer.world import ALONE, World, world_from_torchrun
 from tridentrl.weights.hf_io import export_hf, read_config
+from tridentrl.weights.layouts import hf_shapes
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +62,15 @@ class RLTrainer:
         self.world = world
         self.prepared: Prepared = prepare(config, world=world.world_size)
         self.config = self.prepared.config
+        self.phases = self.prepared.phases
+        self.switches: tuple[Phase, ...] = ()
+        """Those of them that `switch_algorithm` has added."""
         self.run_folder = Path(self.config.output_dir) / self.config.exp_name
         self.tokenizer = load_tokenizer(self.prepared)
         self._load_data()
         self.leads = world.rank == 0
         self.writer: MetricsWriter | None = None
-        online = self.prepared.algorithm.online
+        online = any(phase.algorithm.online for phase in self.phases)
         router = build_reward_router(self.config, self.train_data, self.val_data) if online else None
         self._lock = own_folder(self.run_folder) if self.leads else None
         self.pool = build_reward_pool(self.config, router) if router else None
@@ -72,8 +79,12 @@ class RLTrainer:
             self.run_folder / "checkpoints", keep_last=self.config.trainer.keep_last, background=self.config.trainer.async_save
         )
         self.resumed = find_checkpoint(self.prepared, self.checkpoints, self.sampler)
-        self.first_step = self.resumed.manifest.step + 1 if self.resumed else 1
-        if self.first_step <= self.total_steps:
+        self.steps_done = self.resumed.manifest.step if self.resumed else 0
+        if self.resumed:
+            self._plan(switches_of(self.resumed))
+        self.phase = phase_of(self.phases, self.steps_done + 1)
+        self.complete = self.steps_done >= self.total_steps
+        if not self.complete:
             self._build()
             self._start_records()
 
@@ -98,7 +109,7 @@ class RLTrainer:
         elif self.leads and self.run_folder.exists() and any(self.run_folder.iterdir()):
             log.info("%s was there already and is now %s", self.run_folder, move_aside(self.run_folder))
         if self.leads:
-            first = self.first_step if self.resumed else 0
+            first = self.steps_done + 1 if self.resumed else 0
             self.writer = MetricsWriter(self.run_folder, self.config.trainer.loggers, config=to_dict(self.config), first_step=first)
             save_config(self.config, self.run_folder / "config.yaml")
 
@@ -106,18 +117,15 @@ class RLTrainer:
         config, prepared = self.config, self.prepared
         if self.leads:
             log.info("training layout: %s; rollout: %s, tensor %s", prepared.grid, config.rollout.backend, config.rollout.tensor)
-            log.info("%s", describe_batches(config, prepared.batches, world=prepared.world))
+            log.info("%s", describe_batches(config, self.phase.batches, world=prepared.world))
             for name, data in (("train", self.train_data), ("val", self.val_data)):
                 if data and data.dropped:
                     log.info("%s rows left out: %s", name, dict(data.dropped))
             if self.sampler.dropped_per_epoch:
                 log.info("%d training rows of each epoch do not fill a batch and are left out", self.sampler.dropped_per_epoch)
-        batches = prepared.batches
-        responses = config.data.train_batch_size * batches.kept_per_prompt
-        per_step = batches.update_epochs * -(-responses // (batches.mini_batch_size or responses))
-        self.engines = build_engines(
-            prepared, self.device, optimizer_steps=self.total_steps * per_step, ranks_per_node=self.world.local_world_size
-        )
+        self.engines = Engines(models={})
+        saved = [role for role in self.resumed.manifest.roles if role in prepared.specs] if self.resumed else []
+        self._build_missing(self.phase, saved)
         sampling = sampling_settings(config, end_of_sequence_ids(next(iter(prepared.folders.values())), self.tokenizer))
         self.context = TrainContext(
             self.engines,
@@ -130,19 +138,69 @@ class RLTrainer:
             device=self.device,
         )
         if self.resumed:
-            restore(self.resumed, self.prepared, self.context)
-        if self.leads and prepared.algorithm.online:
+            restore(self.resumed, self.prepared, self.context, self.phase)
+        if self.leads and self.phase.algorithm.online:
             log.info("sampling: %s; for evaluation at temperature %g", sampling, config.rollout.val_temperature)
 
-    def run(self) -> dict[str, float]:
-        """Train to the last step; returns the metrics of the last step and the last evaluation. Collective over the world."""
-        if self.first_step > self.total_steps:
+    def _build_missing(self, phase: Phase, more: Sequence[str] = ()) -> list[str]:
+        """What `phase` needs and nobody has, and the roles `more`; returns the roles that were built."""
+        return build_engines(
+            self.prepared,
+            self.engines,
+            dict.fromkeys([*phase.algorithm.roles(kl_coef=self.config.trainer.kl_coef), *more]),
+            self.device,
+            online=phase.algorithm.online,
+            optimizer_steps=optimizer_steps(self.phases, self.total_steps, self.config.data.train_batch_size),
+            ranks_per_node=self.world.local_world_size,
+        )
+
+    def switch_algorithm(self, name: str, config: Mapping[str, Any] | None = None) -> None:
+        """From the next step on, run the algorithm `name` with its own settings `config`. Collective over the world.
+
+        Models, their optimizers, process groups and the rollout engine stay; a model that nobody has yet is built. A resumed run goes on
+        with the switch. Raises ValueError, before anything changes, where `algorithm.name` and `algorithm.*` would be refused.
+        """
+        phase = make_phase(self.steps_done, name, config or {})
+        if not self.complete and (phase.name, phase.config) != (self.phase.name, self.phase.config):
+            self._plan((*self.switches, phase))
+            self._enter(phase)
+
+    def _plan(self, switches: Sequence[Phase]) -> None:
+        """Let the phases be the planned ones with `switches`, each of which replaces what was planned from its step on."""
+        phases = self.phases
+        for switch in switches:
+            phases = (*(phase for phase in phases if phase.at < switch.at), switch)
+        self.prepared = prepare(self.config, world=self.world.world_size, later=phases)
+        self.phases, self.switches = phases, tuple(switches)
+
+    def _enter(self, phase: Phase) -> None:
+        there = {role: engine.spec for role, engine in self.engines.models.items()}
+        self.context.rest_rollout()
+        built = self._build_missing(phase)
+        self.phase = phase
+        if self.leads:
+            used = phase.algorithm.roles(kl_coef=self.config.trainer.kl_coef)
+            reused = ", ".join(described(role, self.engines[role]) for role in used if role in there) or "nothing"
+            new = ", ".join(described(role, self.engines[role]) for role in built)
+            log.info(
+                "Loaded %s controller. Reusing %s from existing workers.%s", phase.name.upper(), reused, f" Built {new}." if new else ""
+            )
+
+    def run(self, until: int | None = None) -> dict[str, float]:
+        """Train to the last step, or only to step `until`, to go on with another call; nothing where that has been reached.
+
+        Returns the metrics of the last step and the last evaluation. Collective over the world.
+        """
+        if self.complete:
             return self._already_complete()
-        trainer = self.config.trainer
-        metrics = self.evaluate(0) if trainer.eval_at_start and not self.resumed else {}
-        steps = range(self.first_step, self.total_steps + 1)
-        for step in tqdm(steps, disable=None if self.leads else True, unit="step", dynamic_ncols=True):
+        trainer, end = self.config.trainer, min(until or self.total_steps, self.total_steps)
+        metrics = self.evaluate(0) if trainer.eval_at_start and self.steps_done == 0 else {}
+        for step in tqdm(range(self.steps_done + 1, end + 1), disable=None if self.leads else True, unit="step", dynamic_ncols=True):
+            phase = phase_of(self.phases, step)
+            if phase is not self.phase:
+                self._enter(phase)
             metrics |= self._run_step(step)
+            self.steps_done = step
             last = step == self.total_steps
             if last or (trainer.eval_interval and step % trainer.eval_interval == 0):
                 metrics |= self.evaluate(step)
@@ -151,6 +209,9 @@ class RLTrainer:
             if last or (trainer.save_interval and step % trainer.save_interval == 0):
                 self.save(step)
             self.checkpoints.poll()
+        if self.steps_done < self.total_steps:
+            return metrics
+        self.complete = True
         self.checkpoints.finish()
         if self.leads:
             log.info("finished after %d steps (%s); everything is in %s", self.total_steps, self.limit, self.run_folder)
@@ -169,14 +230,14 @@ class RLTrainer:
     def _already_complete(self) -> dict[str, float]:
         if self.leads:
             assert self.resumed
-            log.info("already complete: %s has step %d, and %s", self.resumed.folder, self.first_step - 1, self.limit)
+            log.info("already complete: %s has step %d, and %s", self.resumed.folder, self.steps_done, self.limit)
         self.close()
         return {}
 
     def _run_step(self, step: int) -> dict[str, float]:
         start = time.perf_counter()
         self.context.begin(step)
-        self.prepared.algorithm.step(self.context, self._next_rows())
+        self.phase.algorithm.step(self.context, self._next_rows())
         metrics = self.context.step_log.metrics() | self.context.memory_metrics()
         staged = sum(self.context.step_log.seconds.values())
         if self.writer:
@@ -199,7 +260,7 @@ class RLTrainer:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Score every held-out row once; writes the rows to `rollouts/step_N.jsonl`. Collective over the world."""
-        if not self.val_data or not self.prepared.algorithm.online:
+        if not self.val_data or not self.phase.algorithm.online:
             return {}
         start = time.perf_counter()
         self.context.begin(step)
@@ -268,7 +329,7 @@ class RLTrainer:
         with self.context.all_at_work():
             for number, (role, engine) in enumerate(self.context.trained().items()):
                 self._export(role, engine, folder.with_name(f"{folder.name}-{role}") if number else folder)
-            self.checkpoints.save(step, run_contents(self.prepared, self.context, self.sampler))
+            self.checkpoints.save(step, run_contents(self.prepared, self.context, self.sampler, self.phase, self.switches))
         return folder
 
     def _export(self, role: str, engine: MegatronEngine, folder: Path) -> None:
@@ -332,3 +393,10 @@ def load_tokenizer(prepared: Prepared) -> Any:
 
 def _mean(values: list[Any]) -> float:
     return sum(values) / len(values) if values else float("nan")
+
+
+def described(role: str, engine: MegatronEngine) -> str:
+    """A model with its size, such as Actor(135M)."""
+    size = sum(math.prod(shape) for shape in hf_shapes(engine.spec, head=engine.head).values())
+    unit, name = next(((unit, name) for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if size >= unit), (1, ""))
+    return f"{role.replace('_', ' ').title().replace(' ', '')}({size / unit:.3g}{name})"
