@@ -206,6 +206,11 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token_by_hand() -> None:
     loss.backward()
     assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([-5, 0.5, 0])
     assert metrics["pg_clipfrac"].item() == 0.5
+    for broken in (NAN, math.inf, -math.inf):  # at a trained token
+        logprobs = torch.tensor([broken, -0.5, 0.0], requires_grad=True)
+        loss, _ = clipped_weight_loss(logprobs, old, torch.zeros(3), mask, mask / 2, clip_low=1.0, clip_high=4.0, tokens=2)
+        loss.backward()
+        assert loss.isnan() and logprobs.grad is not None and logprobs.grad[0].isnan() and logprobs.grad[2] == 0
     with pytest.raises(ValueError, match=r"dual_clip=3.0: the weights are bounded"):
         CISPO.Config(dual_clip=3.0)
 

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -29,6 +30,7 @@ from tridentrl.kernels.losses import kl_estimate
 from tridentrl.kernels.masks import neutralise
 from tridentrl.parallel.grid import Grid
 from tridentrl.trainer.exchange import exchange
+from tridentrl.trainer.nonfinite import save_batch
 from tridentrl.trainer.scoring import Scorer
 from tridentrl.weights.execute import Receipt
 
@@ -96,13 +98,14 @@ class TrainContext:
         grid: Grid,
         *,
         next_rows: Callable[[], Sequence[PromptRow]],
+        nonfinite_folder: Path,
         sampling: Sampling,
         seed: int,
         kl_coef: float,
         device: torch.device,
     ) -> None:
         self.engines, self.scorer, self.grid, self.sampling, self.seed = engines, scorer, grid, sampling, seed
-        self.next_rows, self.kl_coef, self.device = next_rows, kl_coef, device
+        self.next_rows, self.nonfinite_folder, self.kl_coef, self.device = next_rows, nonfinite_folder, kl_coef, device
         self.data_group = parallel_state.get_data_parallel_group() if grid.dp > 1 else None
         self.step = 0
         self.step_log = StepLog()
@@ -340,6 +343,10 @@ class TrainContext:
             _sequences(batch, together), self._micro_loss(batch, loss, denominators), temperature=self.sampling.temperature
         )
         self.step_log.add(metrics, f"{role}/")
+        if metrics["skipped_steps"] > 0:
+            coord = self.grid.coord(dist.get_rank())
+            if coord.tp_rank == coord.pp_rank == 0:
+                save_batch(self.nonfinite_folder, batch, metrics, step=self.step, role=role, data_rank=coord.dp_rank)
         self._count_update(skipped=metrics["skipped_steps"] > 0, role=role)
 
     def _count_update(self, *, skipped: bool, role: str) -> None:
@@ -349,7 +356,12 @@ class TrainContext:
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        log.warning("step %d: an update of the %s was skipped, its loss or gradient is not finite", self.step, role)
+        log.warning(
+            "step %d: an update of the %s was skipped, its loss or gradient is not finite; the batch is in %s",
+            self.step,
+            role,
+            self.nonfinite_folder,
+        )
         if self._skipped_in_a_row == MOST_SKIPS_IN_A_ROW:
             raise RuntimeError(
                 f"{MOST_SKIPS_IN_A_ROW} updates in a row had a loss or gradient that is not finite. Look at the rewards and at"

@@ -132,6 +132,7 @@ class RLTrainer:
             Scorer(self.pool, self.tokenizer) if self.pool else None,
             prepared.grid,
             next_rows=self._next_rows,
+            nonfinite_folder=self.run_folder / "nonfinite",
             sampling=sampling,
             seed=config.seed,
             kl_coef=config.trainer.kl_coef,
