@@ -17,7 +17,7 @@ from tridentrl.parallel.grid import Grid
 from tridentrl.parallel.groups import init_groups
 
 SAVED = {
-    "ep2": (Grid(dp=2, ep=2), [Grid(dp=2, ep=2), Grid(tp=2, etp=2), Grid()]),
+    "ep2": (Grid(dp=2, ep=2), [Grid(dp=2, ep=2), Grid(tp=2, etp=2)]),
     "ep2 etp2": (Grid(tp=2, dp=2, ep=2, etp=2), [Grid(dp=2, etp=2), Grid(pp=2, vpp=2)]),
 }
 
