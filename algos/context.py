@@ -54,6 +54,9 @@ class Prompt(Protocol):
         ...
 
     @property
+    def data_source(self) -> str: ...
+
+    @property
     def prompt_ids(self) -> list[int]:
         """Tokens after the template."""
         ...

@@ -185,6 +185,16 @@ class SchedulePoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskAlgorithm:
+    """A value of `algorithm.tasks`."""
+
+    name: Text
+    """Name in the registry."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Its own settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Which algorithm runs. Every other key under `algorithm` is one of its own settings, checked against its typed Config."""
 
@@ -193,8 +203,10 @@ class AlgorithmConfig:
     path: Text | None = None
     """Python file to import first, for an algorithm of your own."""
     schedule: tuple[Mapping[str, Any], ...] = ()
-    """Algorithms that take over from one another, a list of `{at: 500, name: grpo, config: {...}}`: `at` is the number of steps before it. An
+    """Algorithms that take over from one another, a list of `{at: 500, name: grpo, config: {...}}`: `at` is the number of steps before. An
     entry at 0 stands in place of `algorithm.name`."""
+    tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Algorithms of single data sources, `{math: {name: grpo, config: {...}}}`; rows of other sources are trained by `algorithm.name`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Not a key: the further keys, as they were written."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

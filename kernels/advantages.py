@@ -166,3 +166,13 @@ def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None:
         dist.all_reduce(x, group=group)
     return x
+
+
+def reward_metrics(rewards_N: Tensor) -> dict[str, float]:
+    """Number of excluded samples (NaN), and mean, min, max and std (of the population) of the others, where there are any."""
+    valid_N = rewards_N[~rewards_N.isnan()]
+    metrics = {"excluded": float(len(rewards_N) - len(valid_N))}
+    if len(valid_N):
+        metrics |= {"mean": valid_N.mean().item(), "min": valid_N.min().item(), "max": valid_N.max().item()}
+        metrics["std"] = valid_N.std(correction=0).item()
+    return metrics

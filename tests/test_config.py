@@ -254,7 +254,13 @@ def test_a_saved_configuration_loads_again_equal_and_leaves_no_other_file(tmp_pa
     save_config(config, tmp_path / "saved.yaml")
     assert load_config([], tmp_path / "saved.yaml") == config
     assert [path.name for path in tmp_path.iterdir()] == ["saved.yaml"]
-    assert yaml.safe_load((tmp_path / "saved.yaml").read_text())["algorithm"] == {"name": "grpo", "path": None, "schedule": [], "group_size": 4}
+    assert yaml.safe_load((tmp_path / "saved.yaml").read_text())["algorithm"] == {
+        "name": "grpo",
+        "path": None,
+        "schedule": [],
+        "tasks": {},
+        "group_size": 4,
+    }
 
 
 def test_every_key_is_accepted_from_a_file_and_from_the_command_line(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tridentrl.engine.megatron import MegatronEngine, MicroLoss
 from tridentrl.engine.memory import memory_in_use
 from tridentrl.engine.packing import PackedMicroBatch, Sequences
 from tridentrl.engine.rollout import Request, Sampling, sample_seed
-from tridentrl.kernels.advantages import masked_mean
+from tridentrl.kernels.advantages import masked_mean, reward_metrics
 from tridentrl.kernels.losses import kl_estimate
 from tridentrl.kernels.masks import neutralise
 from tridentrl.parallel.grid import Grid
@@ -259,12 +259,7 @@ class TrainContext:
             rewards_N, metrics = self.scorer.score(
                 rollouts, [self._prompts[group] for group in rollouts.group_ids_N.tolist()], self.grid, self.step, watch=watch
             )
-        valid_N = rewards_N[~rewards_N.isnan()]
-        metrics["excluded"] = float(len(rewards_N) - len(valid_N))
-        if len(valid_N):
-            metrics |= {"mean": valid_N.mean().item(), "min": valid_N.min().item(), "max": valid_N.max().item()}
-            metrics["std"] = valid_N.std(correction=0).item()
-        self.step_log.add(metrics, f"{name}/")
+        self.step_log.add(metrics | reward_metrics(rewards_N), f"{name}/")
         return rewards_N
 
     def actor_logprobs(self, rollouts: Rollouts) -> Tensor:

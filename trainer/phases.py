@@ -1,4 +1,4 @@
-"""Which algorithm runs when: `algorithm.name`, `algorithm.schedule`, and what `RLTrainer.switch_algorithm` adds to them."""
+"""Which algorithm runs when and for which rows: `algorithm.name`, `schedule` and `tasks`, and what a program calls for while it runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tridentrl.algos import Algorithm
+from tridentrl.algos.per_task import PerTask
 from tridentrl.algos.registry import algorithm_class
 from tridentrl.configs.convert import ConfigError, typed
-from tridentrl.configs.load import schema_keys, typed_options
+from tridentrl.configs.load import schema_keys
 from tridentrl.configs.rules import Batches
-from tridentrl.configs.schema import AlgorithmConfig, SchedulePoint
+from tridentrl.configs.schema import AlgorithmConfig, SchedulePoint, TaskAlgorithm
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,24 @@ class Phase:
     name: str
     config: Mapping[str, Any]
     """Its own settings, as they were written."""
+    tasks: Mapping[str, TaskAlgorithm]
+    """What runs in its place for the rows of single data sources."""
     algorithm: Algorithm = field(compare=False)
+    """All of it."""
+
+    def _parts(self) -> dict[str, tuple[str, Mapping[str, Any], Algorithm]]:
+        """Name, settings and object of each of its algorithms."""
+        if not isinstance(self.algorithm, PerTask):
+            return {"default": (self.name, self.config, self.algorithm)}
+        tasks = {task: (chosen.name, chosen.config, self.algorithm.tasks[task]) for task, chosen in self.tasks.items()}
+        return {"default": (self.name, self.config, self.algorithm.default), **tasks}
+
+    def keep_state_of(self, before: Phase) -> None:
+        """Those of its algorithms that ran before, with the same settings for the same rows, go on as they were."""
+        others = before._parts()
+        for part, (name, config, algorithm) in self._parts().items():
+            if part in others and others[part][:2] == (name, config):
+                algorithm.load_state_dict(others[part][2].state_dict())
 
     @property
     def batches(self) -> Batches:
@@ -64,29 +82,48 @@ def planned_phases(config: AlgorithmConfig) -> tuple[Phase, ...]:
     if 0 in steps and config.options:
         keys = ", ".join(f"algorithm.{name}" for name in config.options)
         problems.append(f"{keys}: the entry of algorithm.schedule at step 0 brings its own settings; write them into its config")
-    phases: list[Phase] = []
-    if 0 not in steps:
+    tasks: dict[str, TaskAlgorithm] = {}
+    for task, written in config.tasks.items():
         try:
-            kind = algorithm_class(config.name)
-            phases.append(Phase(0, config.name, config.options, kind(typed_options(kind.Config, config))))
-        except ValueError as error:
-            problems += getattr(error, "problems", [str(error)])
+            tasks[task] = typed(TaskAlgorithm, written, where=f"algorithm.tasks.{task}", origins=origins)
+        except ConfigError as error:
+            problems += error.problems
+    if 0 not in steps:
+        points.insert(0, ("algorithm", SchedulePoint(at=0, name=config.name, config=config.options)))
+    phases: list[Phase] = []
     for where, point in points:
         try:
-            phases.append(make_phase(point.at, point.name, point.config, where=f"{where}.config", origins=origins))
+            inside = where if where == "algorithm" else f"{where}.config"
+            phases.append(make_phase(point.at, point.name, point.config, tasks, where=inside, origins=origins))
         except ValueError as error:
-            problems += getattr(error, "problems", [f"{where}: {error}"])
+            here = "" if where == "algorithm" else f"{where}: "
+            problems += getattr(error, "problems", [f"{here}{error}"])
     if problems:
         raise ConfigError(problems)
     return tuple(phases)
 
 
 def make_phase(
-    at: int, name: str, config: Mapping[str, Any], *, where: str = "algorithm", origins: Mapping[str, str] | None = None
+    at: int,
+    name: str,
+    config: Mapping[str, Any],
+    tasks: Mapping[str, TaskAlgorithm] | None = None,
+    *,
+    where: str = "algorithm",
+    origins: Mapping[str, str] | None = None,
 ) -> Phase:
     """A phase of the algorithm `name`. Raises ValueError for an unknown name, ConfigError for settings that are not its own."""
-    kind = algorithm_class(name)
-    return Phase(at, name, config, kind(typed(kind.Config, config, where=where, origins=origins, other_keys=schema_keys())))
+
+    def make(name: str, config: Mapping[str, Any], where: str) -> Algorithm:
+        kind = algorithm_class(name)
+        return kind(typed(kind.Config, config, where=where, origins=origins, other_keys=schema_keys()))
+
+    algorithm = make(name, config, where)
+    if tasks:
+        algorithm = PerTask(
+            algorithm, {task: make(chosen.name, chosen.config, f"algorithm.tasks.{task}.config") for task, chosen in tasks.items()}
+        )
+    return Phase(at, name, config, tasks or {}, algorithm)
 
 
 def phase_of(phases: Sequence[Phase], step: int) -> Phase:

@@ -20,6 +20,7 @@ from tridentrl.checkpoint.manifest import Manifest
 from tridentrl.checkpoint.model import load_model
 from tridentrl.checkpoint.store import CheckpointStore, Contents, verified
 from tridentrl.configs.load import save_config, to_dict
+from tridentrl.configs.schema import TaskAlgorithm
 from tridentrl.data.sampler import PromptSampler
 from tridentrl.parallel.grid import Grid
 from tridentrl.trainer.context import TrainContext
@@ -78,7 +79,11 @@ def run_contents(prepared: Prepared, context: TrainContext, sampler: PromptSampl
         "algorithm": phase.name,
         "algorithm_since": phase.at,
         "algorithm_state": phase.algorithm.state_dict(),
-        "switches": [{"at": switch.at, "name": switch.name, "config": dict(switch.config)} for switch in switches],
+        "tasks": sorted(phase.tasks),
+        "switches": [
+            {"at": switch.at, "name": switch.name, "config": dict(switch.config), "tasks": {t: vars(a) for t, a in switch.tasks.items()}}
+            for switch in switches
+        ],
         "sampler": sampler.state_dict(),
         "context": context.state_dict(),
         "reference": _reference(prepared),
@@ -94,7 +99,10 @@ def run_contents(prepared: Prepared, context: TrainContext, sampler: PromptSampl
 
 def switches_of(found: Found) -> tuple[Phase, ...]:
     """The switches that the saved run had made beside its settings."""
-    return tuple(make_phase(**switch) for switch in found.state["switches"])
+    return tuple(
+        make_phase(**{**switch, "tasks": {task: TaskAlgorithm(**chosen) for task, chosen in switch["tasks"].items()}})
+        for switch in found.state["switches"]
+    )
 
 
 def restore(found: Found, prepared: Prepared, context: TrainContext, phase: Phase) -> None:
@@ -109,7 +117,7 @@ def restore(found: Found, prepared: Prepared, context: TrainContext, phase: Phas
             if role in found.manifest.roles:
                 load_model(engine, found.folder / role)
     context.load_state_dict(found.state["context"])
-    if (phase.name, phase.at) == (found.state["algorithm"], found.state["algorithm_since"]):
+    if (phase.name, phase.at, sorted(phase.tasks)) == tuple(found.state[key] for key in ("algorithm", "algorithm_since", "tasks")):
         phase.algorithm.load_state_dict(found.state["algorithm_state"])
     same_layout = found.manifest.layout == asdict(prepared.grid)
     if same_layout:

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tridentrl.algos.rollouts import Rollouts
 from tridentrl.checkpoint.store import CheckpointStore
 from tridentrl.configs.layout import describe_batches
 from tridentrl.configs.load import save_config, to_dict
-from tridentrl.configs.schema import Config
+from tridentrl.configs.schema import Config, TaskAlgorithm
 from tridentrl.data.prompts import PromptDataset, PromptRow
 from tridentrl.data.sampler import PromptSampler, evaluation_batches, planned_steps
 from tridentrl.engine.megatron import MegatronEngine
@@ -98,6 +98,7 @@ class RLTrainer:
         self.sampler = PromptSampler(
             len(self.train_data), data.train_batch_size, seed=config.seed, shuffle=data.shuffle, drop_last=data.drop_last
         )
+        self._require_sources(config.algorithm.tasks)
         self.total_steps, self.limit = planned_steps(config.trainer.total_steps, config.trainer.epochs, self.sampler.steps_per_epoch)
 
     def _start_records(self) -> None:
@@ -161,10 +162,25 @@ class RLTrainer:
         Models, their optimizers, process groups and the rollout engine stay; a model that nobody has yet is built. A resumed run goes on
         with the switch. Raises ValueError, before anything changes, where `algorithm.name` and `algorithm.*` would be refused.
         """
-        phase = make_phase(self.steps_done, name, config or {})
-        if not self.complete and (phase.name, phase.config) != (self.phase.name, self.phase.config):
+        self._switch(name, config or {}, self.phase.tasks)
+
+    def set_task_algorithm(self, task: str, name: str, config: Mapping[str, Any] | None = None) -> None:
+        """From the next step on, train the rows of data source `task` with the algorithm `name`. As `switch_algorithm` in all else."""
+        self._require_sources({task})
+        self._switch(self.phase.name, self.phase.config, {**self.phase.tasks, task: TaskAlgorithm(name=name, config=config or {})})
+
+    def _switch(self, name: str, config: Mapping[str, Any], tasks: Mapping[str, TaskAlgorithm]) -> None:
+        phase = make_phase(self.steps_done, name, config, tasks)
+        if not self.complete and (phase.name, phase.config, phase.tasks) != (self.phase.name, self.phase.config, self.phase.tasks):
+            phase.keep_state_of(self.phase)
             self._plan((*self.switches, phase))
             self._enter(phase)
+
+    def _require_sources(self, tasks: Iterable[str]) -> None:
+        known = sorted(set(self.train_data.data_sources))
+        for task in tasks:
+            if task not in known:
+                raise ValueError(f"algorithm.tasks.{task}: no row of data.train_files has that data source; they have {', '.join(known)}")
 
     def _plan(self, switches: Sequence[Phase]) -> None:
         """Let the phases be the planned ones with `switches`, each of which replaces what was planned from its step on."""
