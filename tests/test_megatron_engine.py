@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 from ranks import run_ranks
 from tiny import KINDS, tiny_folder, tiny_model, tiny_spec
 
+from tridentrl.algos import GSPO
 from tridentrl.algos.context import Denominators, MicroBatch
 from tridentrl.algos.grpo import GRPO, GRPOConfig
 from tridentrl.algos.ppo import PPO, PPOConfig
@@ -157,6 +158,8 @@ def loss_of(algorithm: str, head: str) -> Any:
     if algorithm == "ppo":
         ppo = PPO(PPOConfig(entropy_coef=0.01))
         return ppo.critic_loss if head == "value" else ppo.loss
+    if algorithm == "gspo":
+        return GSPO(GSPO.Config(group_size=2, clip_coef=0.05, clip_coef_high=0.05)).loss
     return GRPO(GRPOConfig(beta=0.05, group_size=2)).loss
 
 
@@ -197,7 +200,7 @@ def reference_gradients(folder: str, algorithm: str, head: str) -> dict[str, tor
     return gradients | ({"score.weight": score.grad} if score is not None else {})
 
 
-LOSSES = [("grpo", "lm"), ("ppo", "lm"), ("ppo", "value")]
+LOSSES = [("grpo", "lm"), ("gspo", "lm"), ("ppo", "lm"), ("ppo", "value")]
 
 
 def gradients_of_all_losses(grid: Grid, folder: str) -> list[Any]:

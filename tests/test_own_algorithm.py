@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
+from table_cases import stepped
+from table_models import Sample
 from toy_task import toy_overrides
 
 from tridentrl.configs.load import load_config
@@ -66,6 +68,31 @@ def test_an_own_algorithm_runs_with_its_own_typed_settings(tmp_path: Path) -> No
     assert step["actor/nll"] == step["actor/loss"] > 0
     with pytest.raises(ValueError, match=r"algorithm\.m"):
         prepare(load_config([*common, "algorithm.m=3"]), world=1)
+
+
+FROM_THE_BASE = '''
+from tridentrl.algos import register
+from tridentrl.algos.groups import GroupAlgorithm
+
+
+@register("halves")
+class Halves(GroupAlgorithm):
+    """Advantage: reward minus one half."""
+
+    def advantages(self, rewards, group_ids):
+        return rewards - 0.5
+'''
+
+
+def test_an_own_advantage_on_the_shared_base_gets_all_its_settings(tmp_path: Path) -> None:
+    path = tmp_path / "halves.py"
+    path.write_text(FROM_THE_BASE)
+    common = [*toy_overrides(tmp_path), f"algorithm.path={path}", "algorithm.name=halves"]
+    algorithm = prepare(load_config([*common, "algorithm.group_size=2", "algorithm.dual_clip=3"]), world=1).phases[0].algorithm
+    assert algorithm.config.dual_clip == 3
+    samples = [Sample(0, [1], [2], 1.0), Sample(0, [1], [3, 2], 0.25)]
+    (update,) = stepped(algorithm, samples).actor_updates
+    assert update.fields["advantages"].tolist() == [0.5, -0.25, -0.25]
 
 
 def test_a_file_that_fails_or_is_not_there_is_named(tmp_path: Path) -> None:
