@@ -6,17 +6,20 @@ Against hand numbers and float64 loops on table models. Not covered here: real e
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from table_cases import KEPT, SAMPLES, SPLITS, Float64, assert_all_close, clipped, gradients, grpo_advantages, sgd, stepped
-from table_models import VOCAB, Sample, TableContext, table
+from table_models import VOCAB, Sample, TableContext, pack, table
 from torch import Tensor
 
 from tridentrl.algos import GRPO, PPO, DrGRPO
 from tridentrl.kernels.losses import policy_loss
 from tridentrl.kernels.mismatch import mismatch_ratio
+from tridentrl.trainer.context import TrainContext
 
 NAN, INF = math.nan, math.inf
 ENGINE = TableContext(SAMPLES).actor + 0.3 * table(9, VOCAB, VOCAB)
@@ -32,6 +35,21 @@ def test_the_mismatch_of_tokens_and_responses_by_hand() -> None:
     assert far[0].item() == pytest.approx(math.exp(20), rel=1e-6) and far[1].isnan()
     with pytest.raises(ValueError, match="unknown level 'word'; choose one of token, sequence, geometric"):
         mismatch_ratio(old, engine, mask, lengths, level="word")
+
+
+def logged_mismatch() -> dict[str, float]:
+    rollouts = pack([Sample(0, [1], [2, 3, 4], 0.0, mask=[1, 0, 1])], [0]).with_fields(engine_logprobs=torch.tensor([-1.0, INF, -2.0]))
+    logged: dict[str, float] = {}
+    context: Any = SimpleNamespace(data_group=None, device=torch.device("cpu"), log=logged.update)
+    TrainContext._log_mismatch(context, torch.tensor([-1.5, NAN, -1.0]), rollouts)
+    return logged
+
+
+def test_the_logged_distance_between_engine_and_trainer_by_hand() -> None:
+    (logged,) = run_ranks(1, logged_mismatch)
+    # log-ratios trainer to engine -0.5 and 1; k3 of KL(engine || trainer) is ratio - 1 - log ratio.
+    assert logged["rollout/train_logprob_diff_mean"] == 0.75 and logged["rollout/train_logprob_diff_max"] == 1.0
+    assert logged["rollout/train_kl"] == pytest.approx((math.exp(-0.5) - 1 + 0.5 + math.exp(1) - 1 - 1) / 2, rel=1e-6)
 
 
 def mismatch(model: Float64, sample: Sample, level: str) -> list[float]:
