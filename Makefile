@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: install test test-kill lint docs demo demo-ppo demo-smollm2 clean
+.PHONY: install test test-kill lint docs demo demo-ppo demo-smollm2 bench-reshard clean
 
 install: .venv/installed
 
@@ -48,6 +48,10 @@ demo-ppo: .venv/installed
 
 demo-smollm2: .venv/smollm2
 	$(RUN) examples/demo_smollm2.py
+
+# Ten minutes. Writes the tables of benchmarks/reshard.md to the screen.
+bench-reshard: .venv/installed
+	$(RUN) -W ignore benchmarks/reshard.py --markdown
 
 clean:
 	rm -rf build dist outputs *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -54,7 +54,7 @@ class Outcome:
     formula: tuple[int, ...]
     """`gather_then_slice.bytes_received` of each rank."""
     peak_mb: float
-    """Largest growth of a rank's resident memory while it ran, the median of the repeats; MB = 1e6 bytes."""
+    """Largest growth of a rank's resident memory, in a first round in which the allocator keeps nothing; MB = 1e6 bytes."""
     seconds: float
     exact: bool
     """Every tensor of every rank had the bits of the whole model's slice, each time; so all methods agree bit by bit."""
@@ -132,10 +132,9 @@ def _rank(
     ways = (lambda: resharder.run(source, target).bytes_received, *(functools.partial(gather.run, source, target) for gather in gathers))
     runs: dict[str, list[Run]] = {name: [] for name in METHODS}
     for repeat in range(repeats + 1):
+        _allocate(keep=repeat > 0)
         for name, way in list(zip(METHODS, ways, strict=True))[:: 1 if repeat % 2 else -1]:
-            run = _watched(way, target, expected)
-            if repeat:  # the first round makes the connections
-                runs[name].append(run)
+            runs[name].append(_watched(way, target, expected))
     formula = bytes_received(units(spec, grid), grid, rank, itemsize=DTYPE.itemsize)
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, (todo.lower_bound[rank], formula, runs))
@@ -153,17 +152,24 @@ def _outcome(name: str, bounds: Sequence[int], formulas: Sequence[int], by_rank:
         received=tuple(runs[-1].received for runs in by_rank),
         lower_bound=tuple(bounds),
         formula=tuple(formulas),
-        peak_mb=statistics.median(max(run.peak for run in runs) for runs in by_repeat) / 1e6,
-        seconds=statistics.median(max(run.seconds for run in runs) for runs in by_repeat),
+        peak_mb=max(run.peak for run in by_repeat[0]) / 1e6,
+        seconds=statistics.median(max(run.seconds for run in runs) for runs in by_repeat[1:]),
         exact=all(run.exact for runs in by_rank for run in runs),
     )
+
+
+def _allocate(*, keep: bool) -> None:
+    """Whether freed memory stays with the allocator, which is quick, or goes back at once, so that resident memory is what is in use."""
+    libc, trim_threshold, mmap_threshold = ctypes.CDLL("libc.so.6"), -1, -3  # mallopt(3)
+    libc.mallopt(mmap_threshold, 1 << 25 if keep else 1 << 16)
+    libc.mallopt(trim_threshold, 1 << 30 if keep else 1 << 16)
+    libc.malloc_trim(0)
 
 
 def _watched(way: Callable[[], int], target: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Run:
     """Run `way` into zeroed targets. All ranks start together."""
     for tensor in target.values():
         tensor.zero_()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that the allocator only keeps would hide growth
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     dist.barrier()
     before, start = _resident("VmRSS"), time.perf_counter()

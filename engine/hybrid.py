@@ -38,11 +38,13 @@ class HybridEngine:
         self.checksum_syncs = checksum_syncs
         self.version = 0
         """Number of syncs done; stamped on the samples that follow."""
-        shares = [rollout.layout(tensor_rank) for tensor_rank in range(rollout.placement.tensor)]
+        with no_garbage_collection():
+            sources = actor.layouts()
+            shares = [rollout.layout(tensor_rank) for tensor_rank in range(rollout.placement.tensor)]
         targets = {rank: shares[seat] for replica in rollout.placement.replicas for seat, rank in enumerate(replica)}
         _check_every_parameter_is_covered(actor.spec, targets[dist.get_rank()], rollout.tensors())
         node_of = {rank: rank // (ranks_per_node or actor.grid.world) for rank in targets}
-        self.plan = plan(actor.layouts(), targets, rank=dist.get_rank(), node_of=node_of)
+        self.plan = plan(sources, targets, rank=dist.get_rank(), node_of=node_of)
         self.dtype = common_dtype(rollout.tensors(), dist.group.WORLD)
         self.resharder = Resharder(self.plan, group=dist.group.WORLD, bucket_bytes=bucket_bytes, dtype=self.dtype)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tridentrl.weights.pieces import Box, shape_of, slices, volume
-from tridentrl.weights.plan import ReshardPlan
+from tridentrl.weights.plan import ReshardPlan, no_garbage_collection
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -171,6 +171,7 @@ def most_peers(plan: ReshardPlan) -> int:
     return max(degree.values(), default=0)
 
 
+@no_garbage_collection()
 def schedule(plan: ReshardPlan, rank: int, *, bucket_elements: int, peers: int | None = None) -> list[Round]:
     """The rounds of `rank`. Every stream gets the same share of a bucket, that of the rank with the most peers.
 

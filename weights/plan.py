@@ -194,7 +194,7 @@ class _Planner:
         turns: dict[tuple[tuple[int, ...], int], int] = defaultdict(lambda: number)
         arrived: dict[tuple[str, Box], tuple[str, Box]] = {}
         for piece, box, who in self._parts(pieces, ranks[0]):
-            key, name, at = tuple(who), piece.hf_name, locate(piece, box)
+            key, name, at = tuple(sorted(who)), piece.hf_name, locate(piece, box)
             if key not in routes:
                 routes[key] = _Routes([r for group in key for r in self.source_groups[group][1]], ranks, self.rank, self.node_of)
             route = routes[key]
