@@ -65,6 +65,8 @@ class Algorithm(ABC):
     Config: ClassVar[type[BaseConfig]] = BaseConfig
     online: ClassVar[bool] = True
     """Whether it trains on its own samples, so that a rollout engine is needed."""
+    sections: tuple[str, ...] = ("reward",)
+    """Which of the sections `reward` and `cost` score its samples, when it is online."""
     data_keys: ClassVar[tuple[str, ...]] = ()
     """Settings of the section `data` that must name a column."""
 

@@ -99,6 +99,10 @@ class Context(Protocol):
         """
         ...
 
+    def cost(self, rollouts: Rollouts, *, name: str = "cost") -> Tensor:
+        """The same by the section `cost`, for an algorithm that names it in `sections`."""
+        ...
+
     def actor_logprobs(self, rollouts: Rollouts) -> Tensor:
         """log pi(token) of the current actor at the sampling temperature, float32 [R]."""
         ...

@@ -41,6 +41,7 @@ class PerTask(Algorithm):
     def __init__(self, default: Algorithm, tasks: Mapping[str, Algorithm]) -> None:
         self.default, self.tasks = default, dict(tasks)
         self.config = default.config
+        self.sections = tuple(dict.fromkeys(section for part in self._parts().values() for section in part.sections))
         for name, algorithm in self._parts().items():
             config, what = algorithm.config, f"algorithm.tasks: the algorithm of {name}"
             if not algorithm.online:

@@ -61,6 +61,7 @@ def violations(config: Config, models: Mapping[str, ModelSpec], *, world: int, b
         *the_schedule_has_an_end(config),
         *evaluation_has_files(config),
         *pairs_have_two_sides(config),
+        *clips_have_a_range(config),
     ]
     for role, spec in models.items():
         found += [
@@ -245,6 +246,13 @@ def the_schedule_has_an_end(config: Config) -> Violations:
 def evaluation_has_files(config: Config) -> Violations:
     if config.data.val_max_rows is not None and not config.data.val_files:
         yield f"data.val_max_rows={config.data.val_max_rows}: there is nothing to evaluate; set data.val_files or data.val_max_rows=null"
+
+
+def clips_have_a_range(config: Config) -> Violations:
+    for section in ("reward", "cost"):
+        clip = getattr(config, section).clip
+        if clip is not None and not clip[0] < clip[1]:
+            yield f"{section}.clip={list(clip)}: the first is the lowest score and must be below the second; swap them"
 
 
 def pairs_have_two_sides(config: Config) -> Violations:

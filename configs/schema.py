@@ -264,7 +264,7 @@ class CustomFnConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """Which function scores a row, and what happens when it fails. `custom_fn` goes before `by_source`, that before `default`."""
+    """What scores a row, and what happens when that fails. `models` goes before `custom_fn`, that before `by_source` and `default`."""
 
     custom_fn: CustomFnConfig = field(default_factory=CustomFnConfig)
     """Scores every row when its path is given."""
@@ -272,6 +272,13 @@ class RewardConfig:
     """Built-in reward of rows whose data source `by_source` does not list; null: such a row is an error."""
     by_source: Mapping[str, Text] = field(default_factory=dict)
     """Built-in reward by data source."""
+    models: Mapping[str, Text] = field(default_factory=dict)
+    """Folder or hub name of a sequence classification model with one label that scores a data source, in place of a function. It needs the
+    policy's tokenizer, and runs in the training layout."""
+    normalize: bool = False
+    """Take the running mean off a model's scores and divide by their running standard deviation, for each data source. Training only."""
+    clip: tuple[float, float] | None = None
+    """Lowest and highest score that training sees; null: as they are."""
     workers: Count = 2
     """Processes per rank that run reward functions."""
     timeout_s: Positive = 30.0
@@ -308,3 +315,5 @@ class Config:
     """The run."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """Scoring."""
+    cost: RewardConfig = field(default_factory=RewardConfig)
+    """Scoring of what must stay low, for algorithms with a constraint. The same keys."""

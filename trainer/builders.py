@@ -6,13 +6,15 @@ import contextlib
 import datetime
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoTokenizer
 
-from tridentrl.configs.schema import Config
+from tridentrl.configs.model_spec import ModelSpec
+from tridentrl.configs.schema import Config, RewardConfig
 from tridentrl.data.prompts import PromptDataset
 from tridentrl.engine.hybrid import HybridEngine, place_replicas
 from tridentrl.engine.megatron import MegatronEngine
@@ -20,13 +22,15 @@ from tridentrl.engine.rollout import RolloutEngine, Sampling
 from tridentrl.engine.rollout_hf import HfRollout
 from tridentrl.engine.rollout_vllm import VllmRollout
 from tridentrl.parallel.groups import init_groups
-from tridentrl.parallel.model import uses_transformer_engine
+from tridentrl.parallel.model import Head, uses_transformer_engine
 from tridentrl.parallel.optimizer import OptimizerSettings, adam_implementation
 from tridentrl.rewards.pool import RewardPool
 from tridentrl.rewards.routing import RewardRouter
 from tridentrl.trainer.context import Engines
+from tridentrl.trainer.judge import Judge, error_of_section
 from tridentrl.trainer.launcher import run_ident
 from tridentrl.trainer.prepare import Prepared
+from tridentrl.trainer.scoring import Scorer
 from tridentrl.trainer.world import World
 from tridentrl.weights.hf_io import read_config
 
@@ -130,18 +134,7 @@ def _model(prepared: Prepared, role: str, device: torch.device, *, optimizer_ste
             min_lr_ratio=optimizer.min_lr_ratio,
         )
     )
-    engine = MegatronEngine(
-        prepared.specs[role],
-        prepared.grid,
-        head="value" if role in VALUED else "lm",
-        bf16=config.trainer.precision == "bf16-mixed",
-        max_tokens=config.trainer.micro_batch_tokens,
-        sequence_parallel=config.parallel.sequence_parallel is True,
-        recompute=config.parallel.recompute,
-        optimizer=settings,
-        offload=config.parallel.offload,
-        device=device,
-    )
+    engine = _engine(prepared, prepared.specs[role], device, head="value" if role in VALUED else "lm", optimizer=settings)
     folder = prepared.folders[role]
     try:
         if role not in VALUED:
@@ -152,6 +145,24 @@ def _model(prepared: Prepared, role: str, device: torch.device, *, optimizer_ste
         raise ValueError(f"the pretrained {role}: {error}") from None
     engine.offload.park()  # the models and the rollout engine that are built after it need the room
     return engine
+
+
+def _engine(
+    prepared: Prepared, spec: ModelSpec, device: torch.device, *, head: Head, optimizer: OptimizerSettings | None
+) -> MegatronEngine:
+    config = prepared.config
+    return MegatronEngine(
+        spec,
+        prepared.grid,
+        head=head,
+        bf16=config.trainer.precision == "bf16-mixed",
+        max_tokens=config.trainer.micro_batch_tokens,
+        sequence_parallel=config.parallel.sequence_parallel is True,
+        recompute=config.parallel.recompute,
+        optimizer=optimizer,
+        offload=config.parallel.offload,
+        device=device,
+    )
 
 
 def _rollout(prepared: Prepared, actor: MegatronEngine, device: torch.device, ranks_per_node: int) -> RolloutEngine:
@@ -188,26 +199,62 @@ def _rollout(prepared: Prepared, actor: MegatronEngine, device: torch.device, ra
     )
 
 
-def build_reward_router(config: Config, train: PromptDataset, val: PromptDataset | None) -> RewardRouter:
-    """Which reward scores what; ValueError when a data source of either set has none."""
-    reward = config.reward
+def build_pool(config: Config, section: str, train: PromptDataset, val: PromptDataset | None) -> RewardPool:
+    """Worker processes of this rank for the functions of `section` (`reward` or `cost`). ValueError when a data source of either set has
+    neither function nor model."""
+    scoring: RewardConfig = getattr(config, section)
     sets = {"data.train_files": train} | ({"data.val_files": val} if val else {})
-    return RewardRouter(
-        data_sources={key: Counter(dataset.data_sources) for key, dataset in sets.items()},
-        custom_path=reward.custom_fn.path,
-        custom_name=reward.custom_fn.name,
-        default=reward.default,
-        by_source=reward.by_source,
-    )
-
-
-def build_reward_pool(config: Config, router: RewardRouter) -> RewardPool:
-    """Worker processes of this rank."""
-    reward = config.reward
+    with error_of_section(section):
+        router = RewardRouter(
+            data_sources={
+                key: Counter(source for source in dataset.data_sources if source not in scoring.models) for key, dataset in sets.items()
+            },
+            custom_path=scoring.custom_fn.path,
+            custom_name=scoring.custom_fn.name,
+            default=scoring.default,
+            by_source=scoring.by_source,
+        )
     return RewardPool(
         router,
-        workers=reward.workers,
-        timeout_s=reward.timeout_s,
-        on_error=reward.on_error,
-        max_failure_share=reward.max_failure_share,
+        workers=scoring.workers,
+        timeout_s=scoring.timeout_s,
+        on_error=scoring.on_error,
+        max_failure_share=scoring.max_failure_share,
     )
+
+
+def build_judges(prepared: Prepared, pools: Mapping[str, RewardPool], tokenizer: Any, device: torch.device) -> dict[str, Judge]:
+    """What scores responses, by section, the models loaded. Collective over the world."""
+    models = {name: _scoring_model(prepared, name, device) for name in prepared.scoring}
+    judges = {}
+    for section, pool in pools.items():
+        scoring: RewardConfig = getattr(prepared.config, section)
+        by_source = {source: models[name] for source, name in scoring.models.items()}
+        judges[section] = Judge(section, scoring, Scorer(pool, tokenizer), by_source)
+    return judges
+
+
+def _scoring_model(prepared: Prepared, name: str, device: torch.device) -> MegatronEngine:
+    folder, spec = prepared.scoring[name]
+    engine = _engine(prepared, spec, device, head="value", optimizer=None)
+    try:
+        if engine.load_value_model(folder, seed=0):
+            raise ValueError("it has no head that scores (score.weight); give a sequence classification model with one label")
+    except ValueError as error:
+        raise ValueError(f"the scoring model {name}: {error}") from None
+    engine.offload.park()
+    return engine
+
+
+def check_tokenizers(prepared: Prepared, tokenizer: Any) -> None:
+    """Scoring models read the policy's token ids: ValueError names one whose tokenizer gives other ids."""
+    for name, (folder, spec) in prepared.scoring.items():
+        try:
+            same = AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
+        except (OSError, ValueError):  # it has none, so it was made for ids
+            same = spec.vocab_size >= len(tokenizer)
+        if not same:
+            raise ValueError(
+                f"the scoring model {name} has another tokenizer than the policy, and it would be given the policy's token ids; "
+                "use one of the policy's family"
+            )

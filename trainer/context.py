@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,15 +22,16 @@ from tridentrl.data.prompts import PromptRow
 from tridentrl.engine.hybrid import HybridEngine
 from tridentrl.engine.megatron import MegatronEngine, MicroLoss
 from tridentrl.engine.memory import memory_in_use
-from tridentrl.engine.packing import PackedMicroBatch, Sequences
+from tridentrl.engine.packing import PackedMicroBatch
 from tridentrl.engine.rollout import Request, Sampling, sample_seed
 from tridentrl.kernels.advantages import masked_mean, reward_metrics
 from tridentrl.kernels.losses import kl_estimate
 from tridentrl.kernels.masks import neutralise
 from tridentrl.parallel.grid import Grid
-from tridentrl.trainer.exchange import exchange
+from tridentrl.trainer.exchange import exchange, sequences_of
+from tridentrl.trainer.judge import Judge
 from tridentrl.trainer.nonfinite import save_batch
-from tridentrl.trainer.scoring import Scorer
+from tridentrl.trainer.step_log import StepLog
 from tridentrl.weights.execute import Receipt
 
 log = logging.getLogger(__name__)
@@ -40,8 +40,6 @@ MOSTLY_CUT = 0.5
 """Share of responses cut for length above which a warning is logged, once a run."""
 MOST_SKIPS_IN_A_ROW = 5
 """Updates with a loss or gradient that is not finite, one after the other, that end the run."""
-SUMMED = ("rollout/tokens", "rollout/response_tokens", "reward/abstained", "reward/failed", "reward/timed_out", "reward/excluded")
-"""Metrics that add up when they are reported several times in a step."""
 EVALUATION = -1
 """Stands for the step in the seeds of evaluation samples, so that every evaluation draws the same noise."""
 
@@ -60,41 +58,13 @@ class Engines:
         return self.models[role]
 
 
-@dataclass
-class StepLog:
-    """Metrics and seconds of one step. Metrics reported several times are averaged; those in `SUMMED` add up, and of a name
-    that ends in `_max` the maximum is taken."""
-
-    values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    memory: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
-    """By stage, what this rank held at its end; the most, where a stage ran several times."""
-    receipts: list[list[Receipt]] = field(default_factory=list)
-    """For each weight sync of the step, the receipts of all ranks."""
-
-    def add(self, metrics: Mapping[str, float], prefix: str = "") -> None:
-        for name, value in metrics.items():
-            self.values[prefix + name].append(float(value))
-
-    def add_memory(self, stage: str, held: Mapping[str, float]) -> None:
-        before = self.memory[stage]
-        self.memory[stage] = {name: max(value, before.get(name, 0.0)) for name, value in held.items()}
-
-    def metrics(self) -> dict[str, float]:
-        reduced = {
-            name: max(values) if name.endswith("_max") else sum(values) / (1 if name in SUMMED else len(values))
-            for name, values in self.values.items()
-        }
-        return reduced | {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
-
-
 class TrainContext:
     """Implements `algos.context.Context`. One per run; `begin` starts each step."""
 
     def __init__(
         self,
         engines: Engines,
-        scorer: Scorer | None,
+        judges: dict[str, Judge],
         grid: Grid,
         *,
         next_rows: Callable[[], Sequence[PromptRow]],
@@ -104,7 +74,7 @@ class TrainContext:
         kl_coef: float,
         device: torch.device,
     ) -> None:
-        self.engines, self.scorer, self.grid, self.sampling, self.seed = engines, scorer, grid, sampling, seed
+        self.engines, self.judges, self.grid, self.sampling, self.seed = engines, judges, grid, sampling, seed
         self.next_rows, self.nonfinite_folder, self.kl_coef, self.device = next_rows, nonfinite_folder, kl_coef, device
         self.data_group = parallel_state.get_data_parallel_group() if grid.dp > 1 else None
         self.step = 0
@@ -124,13 +94,16 @@ class TrainContext:
     def begin(self, step: int) -> None:
         self.step, self.step_log, self._drawn = step, StepLog(), 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """What counts on when a run is resumed. Plain values."""
         synced = self.engines.hybrid.version if self.engines.hybrid else 0
         # A resumed run brings its rollout engine up to date first, even where this one was: that sync has been counted here.
-        return {"updates": self.updates, "weight_version": synced if self._stale else synced - 1}
+        scales = {section: judge.state_dict() for section, judge in self.judges.items()}
+        return {"updates": self.updates, "weight_version": synced if self._stale else synced - 1, "scales": scales}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for section, judge in self.judges.items():
+            judge.load_state_dict(state["scales"].get(section, {}))
         self.updates = state["updates"]
         if self.engines.hybrid:
             self.engines.hybrid.version = state["weight_version"]
@@ -252,20 +225,28 @@ class TrainContext:
 
     # Scores
 
-    def reward(self, rollouts: Rollouts, *, name: str = "reward", watch: bool = True) -> Tensor:
-        """`watch`: this batch counts among those that should not all have one and the same reward."""
-        assert self.scorer, "this algorithm has no rewards"
-        with self.timer("reward"):
-            rewards_N, metrics = self.scorer.score(
-                rollouts, [self._prompts[group] for group in rollouts.group_ids_N.tolist()], self.grid, self.step, watch=watch
-            )
+    def reward(self, rollouts: Rollouts, *, name: str = "reward") -> Tensor:
+        rewards_N = self.judged("reward", rollouts, name=name)
+        return self.judges["reward"].adjusted(rewards_N, rollouts.data_sources_N)
+
+    def cost(self, rollouts: Rollouts, *, name: str = "cost") -> Tensor:
+        costs_N = self.judged("cost", rollouts, name=name)
+        return self.judges["cost"].adjusted(costs_N, rollouts.data_sources_N)
+
+    def judged(self, section: str, rollouts: Rollouts, *, name: str, watch: bool = True) -> Tensor:
+        """Scores [N] as functions and models give them. `watch`: they count among those that should not all be one and the same."""
+        assert section in self.judges, f"this algorithm asked for no {section}"
+        judge, rows_N = self.judges[section], [self._prompts[group] for group in rollouts.group_ids_N.tolist()]
+        with self.timer(section):
+            rewards_N, metrics = judge.by_functions(rollouts, rows_N, self.grid, step=self.step, watch=watch)
+        judge.by_models(rewards_N, rollouts, self.data_group, lambda engine: self._at_work(f"{section}_model", engine))
         self.step_log.add(metrics | reward_metrics(rewards_N), f"{name}/")
         return rewards_N
 
     def actor_logprobs(self, rollouts: Rollouts) -> Tensor:
         actor = self.engines["actor"]
         with self._at_work("old_logprob", actor):
-            logprobs_R, entropy_R = actor.logprobs(_sequences(rollouts), temperature=self.sampling.temperature)
+            logprobs_R, entropy_R = actor.logprobs(sequences_of(rollouts), temperature=self.sampling.temperature)
             if "engine_logprobs" in rollouts.fields:
                 self._log_mismatch(logprobs_R, rollouts)
             self.log({"rollout/entropy": masked_mean(entropy_R, rollouts.response_mask_R, group=self.data_group)})
@@ -285,11 +266,11 @@ class TrainContext:
     def reference_logprobs(self, rollouts: Rollouts) -> Tensor:
         reference = self.engines["reference"]
         with self._at_work("ref", reference):
-            return reference.logprobs(_sequences(rollouts), temperature=self.sampling.temperature)[0]
+            return reference.logprobs(sequences_of(rollouts), temperature=self.sampling.temperature)[0]
 
     def values(self, rollouts: Rollouts, *, role: str = "critic") -> Tensor:
         with self._at_work("values", self.engines[role]):
-            return self.engines[role].values(_sequences(rollouts))
+            return self.engines[role].values(sequences_of(rollouts))
 
     # Updates
 
@@ -335,7 +316,7 @@ class TrainContext:
             self.step_log.add({"empty_batches": 1.0}, f"{role}/")
             return
         metrics = self.engines[role].update(
-            _sequences(batch, together), self._micro_loss(batch, loss, denominators), temperature=self.sampling.temperature
+            sequences_of(batch, together), self._micro_loss(batch, loss, denominators), temperature=self.sampling.temperature
         )
         self.step_log.add(metrics, f"{role}/")
         if metrics["skipped_steps"] > 0:
@@ -417,17 +398,6 @@ class TrainContext:
         if self.engines.hybrid and self.engines.hybrid.rollout.sleep():
             self._stale = True
 
-    def memory_metrics(self) -> dict[str, float]:
-        """The ledger of the step, `memory/<stage>/<what>`, each the most of all ranks. Collective over the world."""
-        ranks: list[dict[str, dict[str, float]]] = [{} for _ in range(self.grid.world)]
-        dist.all_gather_object(ranks, dict(self.step_log.memory))
-        most: dict[str, float] = {}
-        for name, value in (
-            (f"memory/{stage}/{what}", value) for rank in ranks for stage, held in rank.items() for what, value in held.items()
-        ):
-            most[name] = max(value, most.get(name, 0.0))
-        return most
-
     # Records
 
     @contextlib.contextmanager
@@ -443,13 +413,3 @@ class TrainContext:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         self.step_log.add(metrics)
-
-
-def _sequences(rollouts: Rollouts, together: int = 1) -> Sequences:
-    total_N = rollouts.prompt_lengths_N + rollouts.response_lengths_N
-    return Sequences(
-        tokens_T=rollouts.tokens_T,
-        total_lengths=total_N[rollouts.rows_n].tolist(),
-        response_lengths=rollouts.lengths_n.tolist(),
-        together=together,
-    )

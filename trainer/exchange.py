@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tridentrl.algos.rollouts import Rollouts
 from tridentrl.data.balance import balanced_assignment
+from tridentrl.engine.packing import Sequences
 from tridentrl.engine.placement import Placement
 from tridentrl.engine.rollout import Completion
 from tridentrl.parallel.grid import Grid
@@ -86,3 +87,14 @@ def exchange(
 def _encode(completion: Completion) -> Tensor:
     ids = torch.tensor(completion.response_ids, dtype=torch.int32)
     return torch.cat([ids, torch.tensor(completion.logprobs, dtype=torch.float32).view(torch.int32)])
+
+
+def sequences_of(rollouts: Rollouts, together: int = 1) -> Sequences:
+    """The tokens held here as the engines take them."""
+    total_N = rollouts.prompt_lengths_N + rollouts.response_lengths_N
+    return Sequences(
+        tokens_T=rollouts.tokens_T,
+        total_lengths=total_N[rollouts.rows_n].tolist(),
+        response_lengths=rollouts.lengths_n.tolist(),
+        together=together,
+    )

@@ -44,6 +44,8 @@ class Prepared:
     tokenizer_folder: str
     specs: dict[str, ModelSpec]
     """Shape of each role's model, of all phases."""
+    scoring: dict[str, tuple[str, ModelSpec]]
+    """Local folder and shape of each model of `reward.models` and `cost.models`, by the name there."""
     world: int
 
     @property
@@ -78,6 +80,12 @@ def prepare(config: Config, *, world: int, later: tuple[Phase, ...] = ()) -> Pre
         spec = _collect(problems, partial(_spec, folder), prefix=f"{key}={name}: ") if folder else None
         if folder and spec:
             folders[role], specs[role] = folder, spec
+    scoring: dict[str, tuple[str, ModelSpec]] = {}
+    for key, name in _scoring_models(phases, config):
+        folder = _collect(problems, partial(model_folder, name, key=key))
+        spec = _collect(problems, partial(_spec, folder), prefix=f"{key}={name}: ") if folder else None
+        if folder and spec:
+            scoring[name] = folder, spec
     tokenizer = config.model.tokenizer_name_or_path
     tokenizer_folder = next(iter(folders.values()), None)
     if tokenizer:
@@ -86,10 +94,11 @@ def prepare(config: Config, *, world: int, later: tuple[Phase, ...] = ()) -> Pre
         problems += _missing_columns(config, phase)
     _collect(problems, lambda: _check_machine(config, needs_vllm=any(phase.algorithm.online for phase in phases)))
     on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
-    resolved = _collect(problems, lambda: resolve_layout(config, specs, world=world, device="cuda" if on_gpu else "cpu"))
+    models = specs | {f"model {name} of reward or cost": spec for name, (_, spec) in scoring.items()}
+    resolved = _collect(problems, lambda: resolve_layout(config, models, world=world, device="cuda" if on_gpu else "cpu"))
     if resolved:
         for batches in [phase.batches for phase in phases] or [Batches()]:
-            _collect(problems, partial(check, resolved, specs, world=world, batches=batches))
+            _collect(problems, partial(check, resolved, models, world=world, batches=batches))
     if problems:
         raise ConfigError(problems)
     assert resolved and tokenizer_folder
@@ -99,6 +108,7 @@ def prepare(config: Config, *, world: int, later: tuple[Phase, ...] = ()) -> Pre
         folders=folders,
         tokenizer_folder=tokenizer_folder,
         specs=specs,
+        scoring=scoring,
         world=world,
     )
 
@@ -117,6 +127,17 @@ def _collect(problems: list[str], make: Callable[[], T], *, prefix: str = "") ->
 def all_roles(phases: Sequence[Phase], config: Config) -> tuple[str, ...]:
     """Every model that some phase needs, each once, in the order of need."""
     return tuple(dict.fromkeys(role for phase in phases for role in phase.algorithm.roles(kl_coef=config.trainer.kl_coef)))
+
+
+def sections(phases: Sequence[Phase]) -> tuple[str, ...]:
+    """Those of `reward` and `cost` that some phase asks."""
+    return tuple(dict.fromkeys(section for phase in phases if phase.algorithm.online for section in phase.algorithm.sections))
+
+
+def _scoring_models(phases: Sequence[Phase], config: Config) -> list[tuple[str, str]]:
+    """Key and name of every model that scores, each name once."""
+    named = {name: f"{section}.models.{source}" for section in sections(phases) for source, name in getattr(config, section).models.items()}
+    return [(key, name) for name, key in named.items()]
 
 
 def _missing_columns(config: Config, phase: Phase) -> list[str]:

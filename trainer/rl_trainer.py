@@ -7,18 +7,15 @@ import logging
 import math
 import os
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from tridentrl.algos.rollouts import Rollouts
 from tridentrl.checkpoint.store import CheckpointStore
 from tridentrl.configs.layout import describe_batches
 from tridentrl.configs.load import save_config, to_dict
@@ -27,21 +24,22 @@ from tridentrl.data.prompts import PromptDataset, PromptRow
 from tridentrl.data.sampler import PromptSampler, evaluation_batches, planned_steps
 from tridentrl.engine.megatron import MegatronEngine
 from tridentrl.engine.rollout import Sampling
-from tridentrl.kernels.losses import kl_estimate
+from tridentrl.rewards.pool import RewardPool
 from tridentrl.trainer.builders import (
     build_engines,
-    build_reward_pool,
-    build_reward_router,
+    build_judges,
+    build_pool,
+    check_tokenizers,
     end_of_sequence_ids,
     init_distributed,
     sampling_settings,
 )
-from tridentrl.trainer.context import EVALUATION, Engines, TrainContext
+from tridentrl.trainer.context import Engines, TrainContext
+from tridentrl.trainer.evaluation import evaluated_rows, evaluation_metrics
 from tridentrl.trainer.metrics import MetricsWriter, drop_records_after, step_line, write_rows
 from tridentrl.trainer.phases import Phase, make_phase, optimizer_steps, phase_of
-from tridentrl.trainer.prepare import Prepared, prepare
+from tridentrl.trainer.prepare import Prepared, prepare, sections
 from tridentrl.trainer.resume import find_checkpoint, restore, run_contents, switches_of
-from tridentrl.trainer.scoring import Scorer
 from tridentrl.trainer.world import ALONE, World, world_from_torchrun
 from tridentrl.weights.hf_io import export_hf, read_config
 from tridentrl.weights.layouts import hf_shapes
@@ -70,10 +68,10 @@ class RLTrainer:
         self._load_data()
         self.leads = world.rank == 0
         self.writer: MetricsWriter | None = None
-        online = any(phase.algorithm.online for phase in self.phases)
-        router = build_reward_router(self.config, self.train_data, self.val_data) if online else None
+        check_tokenizers(self.prepared, self.tokenizer)
         self._lock = own_folder(self.run_folder) if self.leads else None
-        self.pool = build_reward_pool(self.config, router) if router else None
+        self.pools: dict[str, RewardPool] = {}
+        self._add_pools()
         self.device = init_distributed(world, cuda=self.config.trainer.device == "cuda")
         self.checkpoints = CheckpointStore(
             self.run_folder / "checkpoints", keep_last=self.config.trainer.keep_last, background=self.config.trainer.async_save
@@ -100,6 +98,12 @@ class RLTrainer:
         )
         self._require_sources(config.algorithm.tasks)
         self.total_steps, self.limit = planned_steps(config.trainer.total_steps, config.trainer.epochs, self.sampler.steps_per_epoch)
+
+    def _add_pools(self) -> None:
+        """Reward workers for every section that some phase asks and nobody serves yet."""
+        for section in sections(self.phases):
+            if section not in self.pools:
+                self.pools[section] = build_pool(self.config, section, self.train_data, self.val_data)
 
     def _start_records(self) -> None:
         """The run folder: the one that the resumed checkpoint lies in, less what came after it. Any other is moved aside, never lost."""
@@ -130,7 +134,7 @@ class RLTrainer:
         sampling = sampling_settings(config, end_of_sequence_ids(next(iter(prepared.folders.values())), self.tokenizer))
         self.context = TrainContext(
             self.engines,
-            Scorer(self.pool, self.tokenizer) if self.pool else None,
+            build_judges(prepared, self.pools, self.tokenizer, self.device),
             prepared.grid,
             next_rows=self._next_rows,
             nonfinite_folder=self.run_folder / "nonfinite",
@@ -192,6 +196,9 @@ class RLTrainer:
 
     def _enter(self, phase: Phase) -> None:
         there = {role: engine.spec for role, engine in self.engines.models.items()}
+        self._add_pools()
+        unserved = {section: pool for section, pool in self.pools.items() if section not in self.context.judges}
+        self.context.judges |= build_judges(self.prepared, unserved, self.tokenizer, self.device)
         self.context.rest_rollout()
         built = self._build_missing(phase)
         self.phase = phase
@@ -255,7 +262,7 @@ class RLTrainer:
         start = time.perf_counter()
         self.context.begin(step)
         self.phase.algorithm.step(self.context, self._next_rows())
-        metrics = self.context.step_log.metrics() | self.context.memory_metrics()
+        metrics = self.context.step_log.metrics() | self.context.step_log.memory_metrics()
         staged = sum(self.context.step_log.seconds.values())
         if self.writer:
             seconds = time.perf_counter() - start
@@ -284,16 +291,8 @@ class RLTrainer:
         sampling = Sampling(**{**vars(self.context.sampling), "temperature": self.config.rollout.val_temperature})
         rows: list[dict[str, Any]] = []
         for batch in evaluation_batches(len(self.val_data), self.config.data.val_batch_size):
-            rows += self._evaluate_batch(self.val_data[batch], sampling)
-        scores = [row["reward"] for row in rows if row["reward"] is not None]
-        metrics = {"val/reward/mean": _mean(scores), "val/length_mean": _mean([row["length"] for row in rows])}
-        by_source = defaultdict(list)
-        for row in rows:
-            if row["reward"] is not None:
-                by_source[row["data_source"]].append(row["reward"])
-        metrics |= {f"val/reward/{source}": _mean(values) for source, values in by_source.items()}
-        if "reference" in self.engines.models:
-            metrics["val/kl_mean"] = _mean([row["kl"] for row in rows])
+            rows += evaluated_rows(self.context, self.val_data[batch], sampling)
+        metrics = evaluation_metrics(rows)
         metrics |= {name: value for name, value in self.context.step_log.metrics().items() if name.startswith("reshard/")}
         metrics["timing_s/evaluate"] = time.perf_counter() - start
         if self.writer:
@@ -302,40 +301,6 @@ class RLTrainer:
             write_rows(self.run_folder / "rollouts" / f"step_{step}.jsonl", rows[: self.config.trainer.log_rollouts])
             tqdm.write(f"[Step {step}] held-out reward {metrics['val/reward/mean']:.3f} over {len(rows)} rows")
         return metrics
-
-    def _evaluate_batch(self, prompts: list[PromptRow], sampling: Sampling) -> list[dict[str, Any]]:
-        """One row per prompt, in order, on every rank."""
-        assert self.context.scorer
-        rollouts = self.context.sample(prompts, n=1, sampling=sampling, step=EVALUATION)
-        rewards_N = self.context.reward(rollouts, watch=False)
-        kl_n = self._kl_per_sample(rollouts)
-        mine = []
-        for number, text, kl in zip(rollouts.rows_n.tolist(), self.context.scorer.responses(rollouts), kl_n, strict=True):
-            reward, row = rewards_N[number].item(), prompts[number]
-            mine.append(
-                {
-                    "row": row.row_id,
-                    "data_source": row.data_source,
-                    "prompt": row.prompt_text,
-                    "response": text,
-                    "reward": None if reward != reward else reward,
-                    "kl": kl,
-                    "length": int(rollouts.response_lengths_N[number]),
-                    "truncated": bool(rollouts.truncated_N[number]),
-                    "weight_version": self.engines.hybrid.version if self.engines.hybrid else 0,
-                }
-            )
-        gathered: list[list[dict[str, Any]]] = [[] for _ in range(self.prepared.grid.world)]
-        coord = self.prepared.grid.coord(dist.get_rank())
-        dist.all_gather_object(gathered, mine if coord.tp_rank == coord.pp_rank == 0 else [])
-        return sorted((row for part in gathered for row in part), key=lambda row: row["row"])
-
-    def _kl_per_sample(self, rollouts: Rollouts) -> list[float | None]:
-        """Mean over a response's tokens of the k3 estimate of KL(actor || reference); None without a reference."""
-        if "reference" not in self.engines.models:
-            return [None] * len(rollouts.rows_n)
-        kl_R = kl_estimate(self.context.actor_logprobs(rollouts), self.context.reference_logprobs(rollouts), "k3")
-        return [part.mean().item() if len(part) else 0.0 for part in kl_R.split(rollouts.lengths_n.tolist())]
 
     def save(self, step: int) -> Path:
         """Export what trains as Hugging Face folders, `hf/step_N` (of PPO's critic: `hf/step_N-critic`), then write the checkpoint.
@@ -366,8 +331,8 @@ class RLTrainer:
 
     def close(self) -> None:
         """End the reward workers and flush the records."""
-        if self.pool:
-            self.pool.close()
+        for pool in self.pools.values():
+            pool.close()
         if self.writer:
             self.writer.close()
         if self._lock:
@@ -406,10 +371,6 @@ def load_tokenizer(prepared: Prepared) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{key}: {prepared.tokenizer_folder} has no tokenizer that transformers can load: {reason}") from None
-
-
-def _mean(values: list[Any]) -> float:
-    return sum(values) / len(values) if values else float("nan")
 
 
 def described(role: str, engine: MegatronEngine) -> str:
