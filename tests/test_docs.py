@@ -78,7 +78,7 @@ def test_named_settings_exist(page: Path) -> None:
 def keys_of(tree: Mapping[str, Any], where: str = "") -> Iterator[str]:
     for name, value in tree.items():
         key = f"{where}{name}"
-        if isinstance(value, Mapping) and key not in ("reward.by_source", "algorithm.tasks"):
+        if isinstance(value, Mapping) and key not in ("reward.by_source", "reward.models", "algorithm.tasks"):
             yield from keys_of(value, f"{key}.")
         else:
             yield key
