@@ -13,6 +13,7 @@ from tridentrl.algos.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from tridentrl.algos.remax import ReMax
 from tridentrl.algos.reward_model import RewardModel
 from tridentrl.algos.rloo import RLOO
+from tridentrl.algos.safe_rlhf import SafeRLHF
 from tridentrl.algos.sft import SFT
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "ReinforcePP",
     "ReinforcePPBaseline",
     "RewardModel",
+    "SafeRLHF",
     "get_algorithm_registry",
     "register",
 ]

@@ -73,6 +73,8 @@ class ModelConfig:
     """Required. The policy to train."""
     critic_pretrained_model_name_or_path: Text | None = None
     """Body of the critic; null: the actor's. Its value head starts fresh."""
+    cost_critic_pretrained_model_name_or_path: Text | None = None
+    """Body of the critic of costs; null: the actor's."""
     reference_pretrained_model_name_or_path: Text | None = None
     """The frozen model that KL is measured to; null: the actor as it was at the start."""
     reward_model_pretrained_model_name_or_path: Text | None = None

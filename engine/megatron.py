@@ -74,7 +74,16 @@ class MegatronEngine:
 
     def layouts(self) -> dict[int, list[Piece]]:
         """By rank, where the tensors of the Hugging Face model lie in that rank's `tensors()`."""
-        return {rank: self._layout(rank) for rank in range(self.grid.world)}
+        # Ranks that hold the same part of the model, of possibly a thousand, share one list.
+        parts: dict[tuple[int, ...], list[Piece]] = {}
+        layouts = {}
+        for rank in range(self.grid.world):
+            coord = self.grid.coord(rank)
+            part = (coord.tp_rank, coord.pp_rank, self.grid.ep_rank(rank), self.grid.etp_rank(rank))
+            if part not in parts:
+                parts[part] = self._layout(rank)
+            layouts[rank] = parts[part]
+        return layouts
 
     def _layout(self, rank: int) -> list[Piece]:
         return megatron_layout(self.spec, self.grid, rank, head=self.head, fused_norms=uses_transformer_engine())
