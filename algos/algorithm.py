@@ -16,17 +16,13 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseConfig:
+class StepConfig:
     """Keys of the section `algorithm` that every algorithm has. Making one with bad values raises a ValueError that lists all of them."""
 
     epochs: int = 1
     """Passes over the samples of one step."""
     mini_batch_size: int | None = None
     """Samples (responses, not prompts) over all ranks per optimizer step; None: all samples of the step at once."""
-    loss_aggregation: Aggregation = "token-mean"
-    """How token losses become one number: token-mean, seq-mean-token-mean, seq-mean-token-sum or fixed-length."""
-    loss_length: int | None = None
-    """Tokens that loss_aggregation=fixed-length divides each sample's sum by; None: `rollout.max_response_length`."""
 
     def __post_init__(self) -> None:
         if problems := self.problems():
@@ -42,6 +38,31 @@ class BaseConfig:
                 self.mini_batch_size is None or self.mini_batch_size >= 1,
                 "an optimizer step needs at least one sample; set 1 or more, or null for all samples",
             ),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(StepConfig):
+    """Of algorithms that learn from preference pairs, with one loss for each pair."""
+
+    def problems(self) -> list[str]:
+        mini = self.mini_batch_size
+        even = mini is None or mini % 2 == 0
+        return [*super().problems(), *rule("mini_batch_size", mini, even, "it counts responses, two to a pair; set an even number")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseConfig(StepConfig):
+    """Of algorithms with a loss for each token."""
+
+    loss_aggregation: Aggregation = "token-mean"
+    """How token losses become one number: token-mean, seq-mean-token-mean, seq-mean-token-sum or fixed-length."""
+    loss_length: int | None = None
+    """Tokens that loss_aggregation=fixed-length divides each sample's sum by; None: `rollout.max_response_length`."""
+
+    def problems(self) -> list[str]:
+        return [
+            *super().problems(),
             *rule(
                 "loss_aggregation", self.loss_aggregation, self.loss_aggregation in AGGREGATIONS, f"choose one of {', '.join(AGGREGATIONS)}"
             ),
@@ -62,7 +83,7 @@ def rule(key: str, value: Any, holds: bool, sentence: str) -> list[str]:
 class Algorithm(ABC):
     """One RL or supervised algorithm. Sees tensors and the `Context`, never an engine."""
 
-    Config: ClassVar[type[BaseConfig]] = BaseConfig
+    Config: ClassVar[type[StepConfig]] = BaseConfig
     online: ClassVar[bool] = True
     """Whether it trains on its own samples, so that a rollout engine is needed."""
     sections: tuple[str, ...] = ("reward",)
@@ -70,7 +91,7 @@ class Algorithm(ABC):
     data_keys: ClassVar[tuple[str, ...]] = ()
     """Settings of the section `data` that must name a column."""
 
-    def __init__(self, config: BaseConfig | None = None) -> None:
+    def __init__(self, config: StepConfig | None = None) -> None:
         self.config: Any = self.Config() if config is None else config
         if not isinstance(self.config, self.Config):
             raise ValueError(f"{type(self).__name__} needs a {self.Config.__name__}, got a {type(config).__name__}")
@@ -102,7 +123,7 @@ class Algorithm(ABC):
         assert not state, f"{type(self).__name__} saves a state but does not load it"
 
     def weights(self, batch: MicroBatch) -> Tensor:
-        """Weight of each token's loss, [r], by `loss_aggregation`."""
+        """Weight of each token's loss, [r], by `loss_aggregation` of a `BaseConfig`."""
         return token_weights(
             batch.response_mask,
             batch.lengths,

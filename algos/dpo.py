@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tridentrl.algos.algorithm import Algorithm, BaseConfig, rule
+from tridentrl.algos.algorithm import Algorithm, PairConfig, StepConfig, rule
 from tridentrl.algos.context import Context, MicroBatch, Prompt
 from tridentrl.algos.registry import register
 from tridentrl.algos.rollouts import Rollouts
@@ -30,7 +30,7 @@ from tridentrl.kernels.masks import neutralise, sum_per_sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOConfig(BaseConfig):
+class DPOConfig(PairConfig):
     beta: float = 0.1
     """How strongly the policy is held to the reference; larger is closer. For ipo, the tau of its paper."""
     loss_type: Literal["dpo", "ipo"] = "dpo"
@@ -41,14 +41,13 @@ class DPOConfig(BaseConfig):
     """Compare log-probs themselves; no reference model is built."""
 
     def problems(self) -> list[str]:
-        smoothing, mini = self.label_smoothing, self.mini_batch_size
+        smoothing = self.label_smoothing
         return [
             *super().problems(),
             *rule("beta", self.beta, self.beta > 0, "with 0 the margin would not count; set it above 0, usually 0.1"),
             *rule("loss_type", self.loss_type, self.loss_type in ("dpo", "ipo"), "choose dpo or ipo"),
             *rule("label_smoothing", smoothing, 0 <= smoothing < 0.5, "from 0.5 on the labels would mean the opposite; set it in [0, 0.5)"),
             *rule("label_smoothing", smoothing, not smoothing or self.loss_type == "dpo", "ipo has no such term; set 0, or loss_type=dpo"),
-            *rule("mini_batch_size", mini, mini is None or mini % 2 == 0, "it counts responses, two to a pair; set an even number"),
         ]
 
 
@@ -59,7 +58,7 @@ class DPO(Algorithm):
     online = False
     data_keys = ("chosen_key", "rejected_key")
 
-    def __init__(self, config: BaseConfig | None = None) -> None:
+    def __init__(self, config: StepConfig | None = None) -> None:
         super().__init__(config)
         self._references: dict[int, Tensor] = {}
         """By row id: the reference's log-probs of its chosen and its rejected response, [2]."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tridentrl.algos.algorithm import Algorithm, BaseConfig, rule
+from tridentrl.algos.algorithm import Algorithm, BaseConfig, StepConfig, rule
 from tridentrl.algos.context import Context, MicroBatch
 from tridentrl.algos.rollouts import Rollouts
 from tridentrl.kernels.advantages import masked_mean, masked_whiten, samplewise_sum
@@ -116,7 +116,7 @@ class PolicyGradient(Algorithm):
     Config = PolicyGradientConfig
     config: PolicyGradientConfig
 
-    def __init__(self, config: BaseConfig | None = None) -> None:
+    def __init__(self, config: StepConfig | None = None) -> None:
         super().__init__(config)
         self.kl_weight: float | None = self.config.beta
         """Present weight of the KL; None until the first step tells `trainer.kl_coef`."""

@@ -15,22 +15,20 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from tridentrl.algos.algorithm import Algorithm, BaseConfig, rule
+from tridentrl.algos.algorithm import Algorithm, PairConfig, rule
 from tridentrl.algos.context import Context, MicroBatch, Prompt
 from tridentrl.algos.registry import register
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelConfig(BaseConfig):
+class RewardModelConfig(PairConfig):
     center_coef: float = 0.0
     """Weight of the squared sum of a pair's rewards, which keeps them around 0."""
 
     def problems(self) -> list[str]:
-        mini = self.mini_batch_size
         return [
             *super().problems(),
             *rule("center_coef", self.center_coef, self.center_coef >= 0, "set 0 or more, usually 0.01"),
-            *rule("mini_batch_size", mini, mini is None or mini % 2 == 0, "it counts responses, two to a pair; set an even number"),
         ]
 
 

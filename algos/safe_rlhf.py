@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tridentrl.algos.algorithm import BaseConfig, rule
+from tridentrl.algos.algorithm import StepConfig, rule
 from tridentrl.algos.context import Context, Prompt
 from tridentrl.algos.policy_gradient import without_excluded
 from tridentrl.algos.ppo import PPO, PPOConfig
@@ -55,7 +55,7 @@ class SafeRLHF(PPO):
     config: SafeRLHFConfig
     sections = ("reward", "cost")
 
-    def __init__(self, config: BaseConfig | None = None) -> None:
+    def __init__(self, config: StepConfig | None = None) -> None:
         super().__init__(config)
         self.log_lambda = math.log(self.config.lambda_init)
 
