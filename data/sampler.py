@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 
@@ -41,10 +41,7 @@ class PromptSampler:
 
     def order(self, epoch: int) -> list[int]:
         """Row numbers in the order of that epoch."""
-        rows = list(range(self.num_rows))
-        if self.shuffle:
-            random.Random(f"{self.seed}/{epoch}").shuffle(rows)
-        return rows
+        return _epoch_order(self.num_rows, self.seed, epoch, self.shuffle)
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
@@ -70,14 +67,97 @@ class PromptSampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. ValueError when the rows or their order are not the ones it counts in."""
-        for name, key in (("num_rows", "rows of the training set"), ("seed", "seed"), ("shuffle", "data.shuffle")):
-            if state[name] != getattr(self, name):
-                raise ValueError(
-                    f"cannot continue the data order: {key} was {state[name]} when it was saved and is {getattr(self, name)}; "
-                    "use the same files, limits and seed, or start a new run"
-                )
+        _require_same_order(self, state, {"num_rows": "rows of the training set", "seed": "seed", "shuffle": "data.shuffle"})
         self.epoch, self.rows_taken = state["epoch"], state["rows_taken"]
         self._order = self.order(self.epoch)
+
+
+class GroupedBatchSampler:
+    """Endless iterator over batches of row numbers in which the rows of a group are never parted, for groups that were logged.
+
+    dataset: rows as mappings, or columns by name (`pyarrow.Table`, `datasets.Dataset`). Rows with equal values of `group_key` are a
+    group, wherever they are. The order of the groups in an epoch depends on (seed, epoch) and nothing else; each in turn goes into the
+    batch until the next one would make it more than `batch_size` rows. A batch holds its groups one after the other, the rows of each
+    in the order of the dataset. Every row comes exactly once per epoch, so batches differ in size. Every rank runs the same sampler and
+    gets the same batches. Raises ValueError for a dataset without rows or without that key, and for a group larger than a batch.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, group_key: str = "group_id", *, seed: int = 0, shuffle: bool = True) -> None:
+        groups: dict[Hashable, list[int]] = {}
+        for row, group in enumerate(_column(dataset, group_key)):
+            groups.setdefault(group, []).append(row)
+        if not groups:
+            raise ValueError("the dataset has no rows to group")
+        largest = max(groups, key=lambda group: len(groups[group]))
+        if len(groups[largest]) > batch_size:
+            raise ValueError(
+                f"the group {group_key}={largest!r} has {len(groups[largest])} rows, which do not fit into a batch of {batch_size}; "
+                f"set batch_size={len(groups[largest])} or more, or make the groups smaller"
+            )
+        self._groups = list(groups.values())
+        self.num_rows, self.num_groups = sum(map(len, self._groups)), len(groups)
+        self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
+        self.epoch, self.groups_taken = 0, 0
+        self._order = self.order(0)
+
+    def order(self, epoch: int) -> list[int]:
+        """Group numbers, counted by their first rows, in the order of that epoch."""
+        return _epoch_order(self.num_groups, self.seed, epoch, self.shuffle)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        if self.groups_taken == self.num_groups:
+            self.epoch, self.groups_taken = self.epoch + 1, 0
+            self._order = self.order(self.epoch)
+        batch: list[int] = []
+        for group in self._order[self.groups_taken :]:
+            if len(batch) + len(self._groups[group]) > self.batch_size:
+                break
+            batch += self._groups[group]
+            self.groups_taken += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """As for `PromptSampler`: plain values, and the batch size may differ after a resume."""
+        names = ("epoch", "groups_taken", "num_rows", "num_groups", "seed", "shuffle")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken. ValueError when the rows, the groups or their order are not the ones it counts in."""
+        _require_same_order(self, state, {"num_rows": "rows", "num_groups": "groups", "seed": "seed", "shuffle": "shuffle"})
+        self.epoch, self.groups_taken = state["epoch"], state["groups_taken"]
+        self._order = self.order(self.epoch)
+
+
+def _epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    numbers = list(range(count))
+    if shuffle:
+        random.Random(f"{seed}/{epoch}").shuffle(numbers)
+    return numbers
+
+
+def _require_same_order(sampler: Any, state: Mapping[str, Any], words: Mapping[str, str]) -> None:
+    """`words`: what the order depends on, in words."""
+    for name, key in words.items():
+        if state[name] != getattr(sampler, name):
+            raise ValueError(
+                f"cannot continue the data order: {key} was {state[name]} when it was saved and is {getattr(sampler, name)}; "
+                "use the same files, limits and seed, or start a new run"
+            )
+
+
+def _column(dataset: Any, key: str) -> list[Hashable]:
+    """Values of one column, none of them null."""
+    if hasattr(dataset, "column_names"):
+        column = dataset[key] if key in dataset.column_names else [None] * len(dataset)
+        values = column.to_pylist() if hasattr(column, "to_pylist") else list(column)
+    else:
+        values = [row.get(key) for row in dataset]
+    if None in values:
+        raise ValueError(f"row {values.index(None)} of the dataset has no {key}; set group_key to a key that every row has")
+    return values
 
 
 def planned_steps(total_steps: int | None, epochs: int | None, steps_per_epoch: int) -> tuple[int, str]:
