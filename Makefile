@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: install test test-kill lint docs demo demo-ppo demo-smollm2 bench-reshard clean
+.PHONY: install test test-kill test-learning lint docs demo demo-ppo demo-smollm2 bench-reshard clean
 
 install: .venv/installed
 
@@ -28,6 +28,10 @@ test: lint
 # Minutes: runs that are killed at random moments and resumed.
 test-kill: .venv/installed
 	$(RUN) -W ignore tests/killloop/killloop.py
+
+# A quarter of an hour: every algorithm learns the demo's task. One of them: `make test-learning ONLY=rloo`.
+test-learning: .venv/installed
+	$(RUN) benchmarks/learning.py $(if $(ONLY),--only $(ONLY))
 
 # The root is the package, whatever the clone's folder is called: mypy sees it under its name through a link.
 lint: .venv/installed
