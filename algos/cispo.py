@@ -5,8 +5,9 @@ Advantage of every token of a sample: (reward - group mean) / (group std + 1e-6)
 1 - clip_coef, 1 + clip_coef_high) is a constant for the gradient (eq. 5). Unlike under PPO's clip, every token keeps a gradient. No KL
 term (beta = 0).
 
-Deviations: the std is the unbiased one. The mean over tokens is over all tokens of an optimizer step. The paper has no lower bound, which
-is clip_coef = 1, and tunes the upper one without naming a value; the default lets weights up to 5 through.
+Deviations: the std is the unbiased one, and 1e-6 is added to it. The mean over tokens is over all tokens of an optimizer step. The paper
+has no lower bound, which is clip_coef = 1, and tunes the upper one without naming a value; the default lets weights up to 5 through. Its
+dynamic sampling and length penalty, both taken from DAPO, are left out.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ Dynamic sampling (section 3.2): groups whose rewards are all equal are left out,
 many groups as it has prompts. Soft overlong punishment (section 3.4, eq. 13): with L = overlong_length and B = overlong_buffer, a
 response of more than L - B tokens loses overlong_penalty times min(1, (|y| - (L - B)) / B) of its reward.
 
-Deviations: the std is the unbiased one. Drawing stops after `max_generation_batches` batches of prompts, and the step then trains on the
-groups it has (the paper draws without a bound). Whether a group teaches is read from its rewards before the punishment. The mean over
-tokens is over all tokens of an optimizer step.
+Deviations: the std is the unbiased one, and 1e-6 is added to it. A group is left out for equal rewards of any kind (the
+paper: all correct or all wrong), read before the punishment. Drawing stops after `max_generation_batches` batches of prompts, and the step
+then trains on the groups it has (the paper draws without a bound). The mean over tokens is over all tokens of an optimizer step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tridentrl.kernels.advantages import group_normalized, group_statistics
 @dataclass(frozen=True, kw_only=True)
 class DAPOConfig(GroupConfig):
     clip_coef_high: float | None = 0.28
-    """The ratio counts up to 1 + clip_coef_high (the paper's value); None: the same as clip_coef."""
+    """The ratio counts up to 1 + clip_coef_high (the paper's value, section 4.1); None: the same as clip_coef."""
     beta: float | None = 0.0
     """Weight of the KL to the reference (the paper has none); None: `trainer.kl_coef`. With 0 no reference model is built."""
     dynamic_sampling: bool = True
@@ -43,7 +43,7 @@ class DAPOConfig(GroupConfig):
     overlong_length: int | None = None
     """Tokens from which the whole penalty counts; None: `rollout.max_response_length`."""
     overlong_buffer: int | None = None
-    """Tokens before overlong_length over which the penalty grows from 0; None: a fifth of overlong_length (the paper's share)."""
+    """Tokens before overlong_length over which the penalty grows from 0; None: a fifth of overlong_length (4096 of 20480 in the paper)."""
 
     def problems(self) -> list[str]:
         length, buffer = self.overlong_length, self.overlong_buffer

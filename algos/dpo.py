@@ -3,7 +3,7 @@
 With h = beta [(log pi(y_w|x) - log pi_ref(y_w|x)) - (log pi(y_l|x) - log pi_ref(y_l|x))] for a chosen y_w and a rejected y_l, log-probs
 summed over the tokens of a response:
 dpo: -(1 - s) log sigma(h) - s log sigma(-h), eq. 7 for s = 0; with `label_smoothing` s, the labels are taken to be wrong with
-probability s (conservative DPO, the note at the end of the authors' repository).
+probability s (conservative DPO, eq. 3 of E. Mitchell, A note on DPO with noisy preferences & relationship to IPO, 2023).
 ipo: (h / beta - 1 / (2 beta))^2, eq. 17 of arXiv 2310.12036 with its tau called beta.
 `reference_free`: log pi_ref is taken to be 0.
 

@@ -5,8 +5,8 @@ s = (pi(y) / pi_old(y))^(1 / |y|) = exp(mean over its tokens of log pi - log pi_
 sign turned: -mean over samples of min(s A, clip(s, 1 - clip_coef, 1 + clip_coef_high) A). Each token's loss is that of its response, and
 `loss_aggregation=seq-mean-token-mean` makes them the paper's mean over samples.
 
-Deviations: the std is the unbiased one. |y| counts trained tokens. The mean over samples is over all samples of an optimizer step. The
-clip range is the paper's (section 5.1); ratios of this kind lie far closer to 1 than those of tokens.
+Deviations: the std is the unbiased one, and 1e-6 is added to it. |y| counts trained tokens. The mean over samples is over
+all samples of an optimizer step. The clip range is the paper's (section 5.1); ratios of this kind lie far closer to 1 than those of tokens.
 """
 
 from __future__ import annotations

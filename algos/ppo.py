@@ -6,8 +6,9 @@ Policy loss: clipped ratio (1707.06347, eq. 7) minus `entropy_coef` times the en
 error (eq. 9), clipped around the old value by `value_clip`.
 
 Deviations: actor and critic are two models with an optimizer each, so eq. 9 is two losses, and `vf_coef` matters only through gradient
-clipping. The KL weight is fixed unless `kl_target` is set. A response that was cut for length ends like any other: the value after its
-last token is 0, there is no bootstrap from the critic (set `mask_truncated` to leave such responses out of both losses).
+clipping. Whitening and the clip of the value are not in the PPO paper but usual in implementations. The KL weight is fixed unless
+`kl_target` is set. A response that was cut for length ends like any other: the value after its last token is 0, there is no bootstrap from
+the critic (set `mask_truncated` to leave such responses out of both losses).
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ the loss, with the k2 estimator.
 Both then shift and scale advantages to mean 0 and std 1 over all trained tokens of the step (`whiten_advantages`), and minimise the
 clipped ratio objective, averaged over tokens (`loss_aggregation=token-mean`).
 
-Deviations: the std is the unbiased one, over tokens as in the authors' code. beta is `trainer.kl_coef` unless given.
+Deviations: the std is the unbiased one, over tokens as in the authors' code. The loss is averaged over all tokens of an optimizer step, as
+in the authors' code; the paper's objective averages over the tokens of a response first (`seq-mean-token-mean`). beta is `trainer.kl_coef`
+unless given.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 For each prompt one more response is generated greedily (algorithm 1 of the paper). Advantage of token t of a sampled response:
 sum over t' >= t of the token rewards, less the greedy response's reward, where a token's reward is -beta (log pi_old - log pi_ref), and
-on the last token the score as well. With beta = 0 it is r(x, y) - r(x, y_greedy) for every token, the paper's equation 5.
+on the last token the score as well (the paper's full-step form of the KL, appendix B). With beta = 0 it is r(x, y) - r(x, y_greedy) for
+every token, as in the paper's gradient estimator.
 Loss: -1/N sum_i sum_t A_t log pi(y_t), so `loss_aggregation=seq-mean-token-sum`.
 
 Deviations: the loss is the clipped ratio objective, whose gradient is that of A log pi as long as pi = pi_old, which is so with one
-epoch and one mini-batch. The KL of the greedy response is not part of the baseline. beta is `trainer.kl_coef` unless given. A prompt whose
-greedy response has no reward (`reward/excluded`) is left out.
+epoch and one mini-batch. The authors' code averages over tokens, and takes from a token's advantage its own KL only. The KL of the greedy
+response is not part of the baseline. beta is `trainer.kl_coef` unless given. A prompt whose greedy response has no reward
+(`reward/excluded`) is left out.
 """
 
 from __future__ import annotations

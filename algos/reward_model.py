@@ -1,7 +1,7 @@
 """Training of a reward model on preference pairs (Bradley-Terry; arXiv 2203.02155, eq. 1).
 
 Loss of a pair: -log sigma(r(x, y_w) - r(x, y_l)), with r the model's value behind the last token of prompt and response. Plus
-`center_coef` (r(x, y_w) + r(x, y_l))^2 (arXiv 2312.09244, section 2): the comparison alone leaves the rewards' level open.
+`center_coef` (r(x, y_w) + r(x, y_l))^2 (arXiv 2312.09244, eq. 2): the comparison alone leaves the rewards' level open.
 
 The loss is the mean over pairs. Deviation: eq. 1 averages over all pairs of one prompt in one batch element; here each row is one pair.
 The model is saved as a Hugging Face sequence classification model with one label.

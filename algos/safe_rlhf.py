@@ -1,14 +1,16 @@
-"""Safe RLHF by PPO-Lagrangian (Beaver, arXiv 2310.12773, section 3.3 and appendix B.4): reward as high as the mean cost stays at its limit.
+"""Safe RLHF by PPO-Lagrangian (Beaver, arXiv 2310.12773): reward as high as the mean cost stays at its limit.
 
 max over the policy, min over lambda >= 0 of  E[reward] - lambda (E[cost] - cost_limit).
 
 Two critics: one learns the rewards less half the KL penalty, the other the costs plus half of it. Both advantages are GAE. The policy's is
-(A_reward - lambda A_cost) / (1 + lambda), in PPO's clipped loss. The multiplier moves in log space, before the policy:
-ln lambda <- ln lambda + lambda_lr * lambda * (mean cost - cost_limit), so that it stays above 0.
+(A_reward - lambda A_cost) / (1 + lambda), in PPO's clipped loss, so that the KL counts with half its weight, whatever lambda is. The
+multiplier moves in log space, before the policy, so that it stays above 0 (eq. 31):
+ln lambda <- ln lambda + lambda_lr * lambda * (mean cost - cost_limit).
 
-Deviations: the mean cost is that of the step's samples, not a moving average. The combined advantage is whitened unless
-`whiten_advantages=false`. `cost_limit` is the paper's -d. The supervised loss on pretraining data (PTX) is left out. What is said of PPO's
-deviations in `algos.ppo` holds here too.
+Deviations: the mean cost is that of the step's samples; the authors' code takes a moving average. The halves of the KL are the paper's; the
+authors' code takes the whole on both sides. The combined advantage is whitened unless `whiten_advantages=false`. `cost_limit` stands for
+the paper's threshold d. The supervised loss on pretraining data (PTX) is left out. What is said of PPO's deviations in `algos.ppo` holds
+here too.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def policy_loss(
 ) -> tuple[Tensor, Metrics]:
     """Clipped surrogate (arXiv 1707.06347, eq. 7) with its sign turned: sum w max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A).
 
-    `dual_clip`: where A < 0 the loss of a token is at most -dual_clip A (arXiv 1912.09729).
+    `dual_clip`: where A < 0 the loss of a token is at most -dual_clip A (arXiv 1912.09729, eq. 5).
     `sequence_lengths_s`: the ratio of every token is its whole response's, exp(mean of its trained tokens' log-ratios) (GSPO, arXiv
     2507.18071, eq. 7); the gradient reaches all of them.
     Returns the scalar loss and pg_loss, pg_clipfrac (share of tokens where a clip decides), ppo_kl (estimate of KL(old || new) from
@@ -129,8 +129,8 @@ def value_loss(
     clip: float | None,
     tokens: float,
 ) -> tuple[Tensor, Metrics]:
-    """Squared error (value - return)^2 (arXiv 1707.06347, eq. 9), or with `clip` the larger of it and the error of the value held within
-    +-clip of the old one. Returns the scalar loss and vf_loss, vf_clipfrac (share of tokens where the clip decides)."""
+    """Squared error (value - return)^2 (arXiv 1707.06347, eq. 9), or with `clip` (not in that paper) the larger of it and the error of the
+    value held within +-clip of the old one. Returns the scalar loss and vf_loss, vf_clipfrac (share of tokens where the clip decides)."""
     values_r, old_values_r, returns_r = neutralise(mask_r, values_r, old_values_r, returns_r)
     error_r = plain_r = (values_r - returns_r).square()
     if clip is not None:
@@ -143,6 +143,7 @@ def value_loss(
 def kl_estimate(logprobs_r: Tensor, ref_logprobs_r: Tensor, kind: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) from tokens that the policy sampled, [r]. Neutralise masked entries first.
 
+    Names and estimators as in J. Schulman, Approximating KL Divergence, 2020 (joschu.net/blog/kl-approx.html).
     With d = logprob - ref_logprob: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d. k1 and k3 are unbiased, k3 and k2 are never negative.
     What the *gradient* of each is, in expectation, when used as a loss on fresh samples (the sampling itself is not differentiated):
     k1: 0, it does nothing but add noise, so `kl_loss` refuses it; k2: the gradient of KL(policy || reference), the one meant;

@@ -20,6 +20,7 @@ def mismatch_ratio(old_logprobs_R: Tensor, engine_logprobs_R: Tensor, mask_R: Te
 
     token: of the token alone. sequence: the product over the trained tokens of its response, which is the importance weight of the whole
     response. geometric: the geometric mean of that product's factors, which does not drift from 1 with the length.
+    Source of such weights: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025.
     Logarithms are held within +-`LOG_RATIO_LIMIT`.
     """
     if level not in LEVELS:
