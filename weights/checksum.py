@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tridentrl.weights.execute import Tensors
 from tridentrl.weights.pieces import Box, slices
-from tridentrl.weights.plan import Move, ReshardPlan
+from tridentrl.weights.plan import ReshardPlan
 
 AXIS_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 """One odd 64-bit constant per dim: they keep positions apart before the bits are mixed."""
@@ -24,8 +24,8 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 20
 """Elements hashed at once; bounds the int64 temporaries to some tens of MB."""
 
-Key = tuple[int, str, str]
-"""(destination rank, Hugging Face name, local name): the finest thing a mismatch can be pinned on."""
+Key = tuple[str, str]
+"""(Hugging Face name, local name) on a rank: the finest thing a mismatch can be pinned on."""
 
 
 @torch.no_grad()
@@ -34,42 +34,62 @@ def verify(
 ) -> None:
     """Check that every target holds what the plan's sources hold, bit for bit in `dtype` (that of the targets).
 
-    Collective over `group`; costs one pass over the weights and an all-reduce of 8 bytes per destination rank and tensor. Raises
-    RuntimeError on every rank, naming the tensors and ranks that differ.
+    Collective over `group`; costs one pass over the weights, and 8 bytes for each tensor between two ranks that exchange weights. Each
+    rank may have a plan of its own part only. Raises RuntimeError on every rank, naming the tensors and ranks that differ.
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    keys = sorted({(to, piece.hf_name, piece.local_name) for to, pieces in plan.targets.items() for piece in pieces})
-    row = {key: i for i, key in enumerate(keys)}
     device = next(iter([*target_tensors.values(), *source_tensors.values()]), torch.empty(0)).device
-    sent, held = torch.zeros(2, len(keys), dtype=torch.int64, device=device)
-    for destination, move in _departures(plan, rank):
-        sent[row[destination, move.hf_name, move.target]] += box_hash(source_tensors[move.source], move.source_box, move.hf_box, dtype)
+    pieces = plan.targets.get(rank, ())
+    row = _rows((piece.hf_name, piece.local_name) for piece in pieces)
+    difference = torch.zeros(len(row), dtype=torch.int64, device=device)
+    for move in plan.local.get(rank, ()):
+        difference[row[move.hf_name, move.target]] += box_hash(source_tensors[move.source], move.source_box, move.hf_box, dtype)
     for move in plan.echoes.get(rank, ()):
         # An echo is sent by the first copy, which is itself compared with its sender under its own key.
-        sent[row[rank, move.hf_name, move.target]] += box_hash(target_tensors[move.source], move.source_box, move.hf_box, dtype)
-    for piece in plan.targets.get(rank, ()):
+        difference[row[move.hf_name, move.target]] += box_hash(target_tensors[move.source], move.source_box, move.hf_box, dtype)
+    for piece in pieces:
         local = target_tensors[piece.local_name]
-        held[row[rank, piece.hf_name, piece.local_name]] += box_hash(local, piece.local_box, piece.hf_box, local.dtype)
-    difference = sent - held
+        difference[row[piece.hf_name, piece.local_name]] -= box_hash(local, piece.local_box, piece.hf_box, local.dtype)
+    for keys, sums in _sums_of_senders(plan, source_tensors, rank, device, group, dtype):
+        difference[[row[key] for key in keys]] += sums
+    names = list(row)
+    mine = [names[i] for i in difference.nonzero().flatten().tolist()]
+    everyone = [mine]
     if dist.is_initialized():
-        dist.all_reduce(difference, group=group)
+        everyone = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(everyone, mine, group=group)
     wrong: dict[str, list[int]] = defaultdict(list)
-    for i in difference.nonzero().flatten().tolist():
-        destination, hf_name, local_name = keys[i]
-        wrong[f"{hf_name} (in {local_name})"].append(destination)
+    for number, keys in enumerate(everyone):
+        for hf_name, local_name in keys:
+            wrong[f"{hf_name} (in {local_name})"].append(number)
     if wrong:
         listed = "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(wrong.items())[:20])
         raise RuntimeError(f"after the reshard {len(wrong)} tensors differ from their source: {listed}")
 
 
-def _departures(plan: ReshardPlan, rank: int) -> Iterable[tuple[int, Move]]:
-    """(destination, move) for everything that leaves `rank`'s source tensors, to itself too."""
-    for move in plan.local.get(rank, ()):
-        yield rank, move
+def _sums_of_senders(
+    plan: ReshardPlan, source_tensors: Tensors, rank: int, device: torch.device, group: dist.ProcessGroup | None, dtype: torch.dtype
+) -> list[tuple[list[Key], torch.Tensor]]:
+    """For every rank that sends to this one: the tensors it sends parts of, and the sums over these parts."""
+    operations, arrived = [], []
     for (source, destination), moves in plan.moves.items():
+        row = _rows((move.hf_name, move.target) for move in moves)
+        sums = torch.zeros(len(row), dtype=torch.int64, device=device)
         if source == rank:
             for move in moves:
-                yield destination, move
+                sums[row[move.hf_name, move.target]] += box_hash(source_tensors[move.source], move.source_box, move.hf_box, dtype)
+            operations.append(dist.P2POp(dist.isend, sums, group=group, group_peer=destination))
+        elif destination == rank:
+            operations.append(dist.P2POp(dist.irecv, sums, group=group, group_peer=source))
+            arrived.append((list(row), sums))
+    for request in dist.batch_isend_irecv(operations) if operations else []:
+        request.wait()
+    return arrived
+
+
+def _rows(keys: Iterable[Key]) -> dict[Key, int]:
+    """Each key once, numbered in the order in which both ends meet them."""
+    return {key: number for number, key in enumerate(dict.fromkeys(keys))}
 
 
 def box_hash(tensor: torch.Tensor, local_box: Box, hf_box: Box, dtype: torch.dtype) -> torch.Tensor:
