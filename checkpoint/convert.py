@@ -15,6 +15,7 @@ import argparse
 import io
 import json
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from tridentrl.checkpoint.manifest import MANIFEST, check_contents, read_manifest
 from tridentrl.parallel.grid import Grid, padded_vocab
 from tridentrl.weights.cuts import Columns, Cut, GateUp, Replicated
 from tridentrl.weights.families import ModelSpec, spec_from_hf, weights_of
@@ -74,14 +76,14 @@ def hf_to_megatron(
 ) -> None:
     """Write the model in `source` as a checkpoint cut for `tensor` x `pipeline` ranks (it loads at any other layout too).
 
-    Data types stay. Raises ValueError when the model is not supported or the sizes do not fit it, OSError when it cannot be written.
+    The data type stays; a model in several becomes fp32, which holds them all exactly. Raises ValueError when the model is not supported or
+    the sizes do not fit it, OSError when it cannot be written.
     """
+    _check_kept(source, Path(target))
     config = read_config(source)
     spec, head = spec_from_hf(config), _head(config)
-    files = stored_tensors(source)
-    check_tensors(source, files, head)
+    files = _model_tensors(source, spec, head)
     types = set(stored_types(files).values())
-    # One type can hold them all exactly: that of all, or fp32 above bf16 and fp16.
     dtype = types.pop() if len(types) == 1 else torch.float32
     grid = Grid(tp=tensor, pp=pipeline)
     parts = [_parts_of(rank, spec, head, grid, dtype) for rank in range(grid.world)]
@@ -89,10 +91,13 @@ def hf_to_megatron(
         copy_files(source, folder, (*TOKENIZER_FILES, *GENERATION_FILES))
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         (folder / TRACKER).write_text(RELEASE)
-        _write_torch_dist(folder / RELEASE, parts, _Assembler(files, spec, head, dtype), progress)
-        common = {"args": megatron_args(spec, grid, dtype), "checkpoint_version": 3.0, "iteration": 0}
-        torch.save(common, folder / RELEASE / "common.pt")
-        save_config(CheckpointingConfig("torch_dist", 1), str(folder / RELEASE))
+        try:
+            _write_torch_dist(folder / RELEASE, parts, _Assembler(files, spec, head, dtype), progress)
+            common = {"args": megatron_args(spec, grid, dtype), "checkpoint_version": 3.0, "iteration": 0}
+            torch.save(common, folder / RELEASE / "common.pt")
+            save_config(CheckpointingConfig("torch_dist", 1), str(folder / RELEASE))
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as either
+            raise OSError(f"cannot write {target} ({shutil.disk_usage(folder).free:,} bytes free on its disk): {error}") from None
 
 
 def megatron_to_hf(
@@ -109,6 +114,7 @@ def megatron_to_hf(
 
     `dtype` None: as stored. Memory: one file of `max_shard_bytes`, or the largest tensor.
     """
+    _check_kept(source, Path(target))
     config_folder = config_folder or source
     config = read_config(config_folder)
     spec = spec_from_hf(config)
@@ -169,8 +175,7 @@ class _Model:
             self.reader = _reader(folder, spec)
             head = self.reader.head
         else:
-            self.files = stored_tensors(folder)
-            check_tensors(folder, self.files, head)
+            self.files = _model_tensors(folder, spec, head)
             self.types = stored_types(self.files)
         self.shapes = hf_shapes(spec, head=head)
         self.pieces: dict[str, list[Piece]] = defaultdict(list)
@@ -191,7 +196,23 @@ def _reader(folder: str | os.PathLike[str], spec: ModelSpec) -> TorchDistReader:
     checkpoint = checkpoint_in(folder)
     if checkpoint is None:
         raise ValueError(f"{folder} is no Megatron checkpoint: it has neither {TRACKER} nor .metadata (only torch_dist is read)")
+    if (checkpoint.parent / MANIFEST).is_file():  # of a run of ours: torch's reader would not notice a flipped bit
+        check_contents(checkpoint.parent, read_manifest(checkpoint.parent))
     return TorchDistReader(checkpoint, spec)
+
+
+def _check_kept(source: str | os.PathLike[str], target: Path) -> None:
+    """ValueError when replacing `target` would delete `source`."""
+    if target.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
+        raise ValueError(f"writing to {target} would delete {source}, from which it is made; give another folder")
+
+
+def _model_tensors(folder: str | os.PathLike[str], spec: ModelSpec, head: Head) -> dict[str, Path]:
+    """Each tensor of the model, checked, and its file; without what else the files hold (rotary buffers, the other kind's head)."""
+    files = stored_tensors(folder)
+    if absent := check_tensors(folder, files, head):
+        raise ValueError(f"config.json in {folder} calls for a value model, and it has no {', '.join(absent)}; correct its architectures")
+    return {name: files[name] for name in hf_shapes(spec, head=head)}
 
 
 def _head(config: Mapping[str, Any]) -> Head:

@@ -6,6 +6,7 @@ Not covered here: Megatron-LM itself, and Transformer Engine layers.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from megatron.core import dist_checkpointing
 from megatron.core.utils import unwrap_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from test_checkpoint import contents, file_size_limit, flip_a_bit
 from tiny import KINDS, tiny_folder, tiny_model, tiny_spec
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tridentrl.checkpoint.convert import differences, hf_to_megatron, megatron_to_hf
+from tridentrl.checkpoint.store import CheckpointStore
 from tridentrl.engine.megatron import MegatronEngine
 from tridentrl.parallel.cpu import megatron_facade
 from tridentrl.parallel.grid import Grid
 from tridentrl.parallel.groups import init_groups
+from tridentrl.parallel.optimizer import OptimizerSettings
 from tridentrl.trainer.convert_command import main
 
 FAMILIES = ["gemma", "phi3", "qwen2", "qwen3_moe"]
@@ -202,3 +206,84 @@ def test_what_cannot_be_converted_is_named(tmp_path: Path, capsys: pytest.Captur
     Path(there, "latest_checkpointed_iteration.txt").write_text("")
     assert "latest_checkpointed_iteration.txt says ''" in refused("megatron-to-hf", there, str(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    """The tiny Llama in bf16, its tensors passed through `change`."""
+    tiny_model(tiny_folder("llama"), torch.bfloat16).save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_only_the_models_own_tensors_decide_its_data_type(tmp_path: Path) -> None:
+    """Old Llama files hold rotary frequencies in fp32. A model that is itself in two types becomes fp32, with every value as it was."""
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    source = changed(tmp_path / "in", lambda state: state.update(frequencies))
+    hf_to_megatron(source, tmp_path / "m")
+    assert differences(source, tmp_path / "m") == []
+    assert chunks_in(tmp_path / "m" / "release")[0]["decoder.final_layernorm.weight"][1] == torch.bfloat16
+
+    finer = torch.linspace(0.1, 0.2, 64)
+    source = changed(tmp_path / "mixed", lambda state: state.update({"model.norm.weight": finer}))
+    hf_to_megatron(source, tmp_path / "m", overwrite=True)
+    megatron_to_hf(tmp_path / "m", tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["model.norm.weight"], finer)
+    assert all(torch.equal(written[name], tensor.float()) for name, tensor in load_file(source / "model.safetensors").items())
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
+
+
+def test_nothing_but_a_model_is_overwritten_and_never_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parent = changed(tmp_path / "models", lambda state: None)
+    source = changed(parent / "llama", lambda state: None)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis").write_text("mine")
+    (tmp_path / "link").symlink_to(parent)
+    hf_to_megatron(source, parent / "m")
+    before = sorted(tmp_path.rglob("*"))
+    for command, made_from, target, words in (
+        ("hf-to-megatron", source, tmp_path / "work", "no model folder"),
+        ("hf-to-megatron", source, source, "would delete"),
+        ("hf-to-megatron", source, parent, "would delete"),
+        ("hf-to-megatron", source, tmp_path / "link", "would delete"),
+        ("megatron-to-hf", parent / "m", parent, "would delete"),
+    ):
+        assert main([command, str(made_from), str(target), "--overwrite"]) == 2
+        assert words in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_value_model_without_its_head_is_named(tmp_path: Path) -> None:
+    source = changed(tmp_path / "in", lambda state: None)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
+    for action in (lambda: hf_to_megatron(source, tmp_path / "m"), lambda: differences(source, source)):
+        with pytest.raises(ValueError, match=r"value model, and it has no score\.weight"):
+            action()
+
+
+def test_a_full_disk_is_told_with_folder_and_free_space(tmp_path: Path) -> None:
+    source = tiny_folder("llama")
+    for limit in (40_000, 5_000):  # bytes of a file: within the weights, within the index
+        with file_size_limit(limit), pytest.raises(OSError, match=rf"cannot write {tmp_path / 'm'} \([0-9,]+ bytes free"):
+            hf_to_megatron(source, tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
+def saved_by_a_run(folder: Path, root: Path) -> None:
+    init_groups(Grid(), seed=1)
+    engine = MegatronEngine(tiny_spec(str(folder)), Grid(), max_tokens=64, optimizer=OptimizerSettings(lr=1e-3))
+    engine.load(str(folder))
+    CheckpointStore(root).save(1, contents({"actor": engine}))
+
+
+def test_a_damaged_checkpoint_of_a_run_is_not_converted(tmp_path: Path) -> None:
+    run_ranks(1, saved_by_a_run, Path(tiny_folder("llama")), tmp_path)
+    actor = tmp_path / "step_1" / "actor"
+    megatron_to_hf(actor, tmp_path / "out", config_folder=tiny_folder("llama"))
+    assert differences(tmp_path / "out", tiny_folder("llama")) == []
+    flip_a_bit(actor / "__0_0.distcp")  # torch reads it without a word
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is damaged: its checksum"):
+        megatron_to_hf(actor, tmp_path / "again", config_folder=tiny_folder("llama"))

@@ -291,6 +291,9 @@ def test_folders_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):
         read_config(tmp_path)
+    (tmp_path / "config.json").write_text('["llama"]')
+    with pytest.raises(ValueError, match=r"holds \['llama'\] instead"):
+        read_config(tmp_path)
     with pytest.raises(ValueError, match="no weights to read"):
         stored_tensors(tmp_path)
     torch.save({"w": torch.ones(1)}, tmp_path / "pytorch_model.bin")
@@ -299,6 +302,20 @@ def test_folders_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-00001-of-00001.safetensors"}}')
     with pytest.raises(ValueError, match=r"not there: model-00001-of-00001\.safetensors"):
         stored_tensors(tmp_path)
+    for damaged in ("{}", "cut sho", "[]"):
+        (tmp_path / "model.safetensors.index.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"index\.json is damaged"):
+            stored_tensors(tmp_path)
+
+
+def test_a_tensor_that_the_index_leaves_out_is_named(tmp_path: Path) -> None:
+    save(make_model("llama"), tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"]["model.layers.1.mlp.down_proj.weight"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.down_proj\.weight$"):
+        load_all(tmp_path)
 
 
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
@@ -336,14 +353,21 @@ def test_an_existing_folder_is_replaced_only_when_asked(tmp_path: Path) -> None:
     spec = spec_from_hf(config := read_config(save(model, tmp_path / "in")))
     tensors, layout = megatron_tensors(tmp_path / "in", spec, Grid(), 0), {0: megatron_layout(spec, Grid(), 0)}
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "stale").touch()
-    with pytest.raises(ValueError, match="exists already"):
-        export_hf(spec, config, layout, tensors, tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["stale"]
-    export_hf(spec, config, layout, tensors, tmp_path / "out", overwrite=True)
+    (tmp_path / "out" / "thesis").touch()
+    for overwrite, words in ((False, "exists already"), (True, "no model folder")):
+        with pytest.raises(ValueError, match=words):
+            export_hf(spec, config, layout, tensors, tmp_path / "out", overwrite=overwrite)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="no model folder"):
+        export_hf(spec, config, layout, tensors, tmp_path / "file", overwrite=True)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis"]
+    (tmp_path / "out" / "config.json").touch()  # a model folder
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    export_hf(spec, config, layout, tensors, tmp_path / "link", overwrite=True)
     assert_same_model(tmp_path / "out", model)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
-    assert not (tmp_path / "out" / "stale").exists()
+    assert (tmp_path / "link").is_symlink() and not (tmp_path / "out" / "thesis").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "in", "link", "out"]
 
 
 def test_gains_stored_as_offsets_keep_every_bit_in_bf16(tmp_path: Path) -> None:

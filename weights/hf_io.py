@@ -56,14 +56,19 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{folder} is not a Hugging Face model folder: it has no config.json") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    return dict(config)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds {config!r:.40} instead of the keys of a model; download it again")
+    return config
 
 
 def stored_tensors(folder: str | os.PathLike[str]) -> dict[str, Path]:
     """Tensor name: the safetensors file that has it. Raises ValueError when there is none, or a listed file is missing."""
     root = Path(folder)
     if (root / INDEX).is_file():
-        files = {name: root / file for name, file in json.loads((root / INDEX).read_text())["weight_map"].items()}
+        try:
+            files = {name: root / file for name, file in json.loads((root / INDEX).read_text())["weight_map"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(f"{root / INDEX} is damaged: it has no weight_map that can be read; download it again") from None
         absent = sorted({path.name for path in files.values() if not path.is_file()})
         if absent:
             raise ValueError(f"{root / INDEX} lists files that are not there: {', '.join(absent)}; download the model again")
@@ -127,7 +132,7 @@ def check_tensors(folder: str | os.PathLike[str], files: Mapping[str, Path], hea
     """Compare the folder's tensors with what its config.json calls for; returns the value head's name if that alone is absent."""
     spec = spec_from_hf(read_config(folder))
     expected, found = hf_shapes(spec, head=head), _stored_shapes(files)
-    absent = [name for name in expected if name not in found]
+    absent = [name for name in expected if name not in files or name not in found]
     optional = [name for name in absent if head == "value" and name == HEADS["value"]]
     # A tied head may be stored as well (the config decides, not the file), and each kind of model may carry the other kind's head.
     # Old Llama files hold the rotary frequencies, which follow from the config.
@@ -161,6 +166,8 @@ def stored_types(files: Mapping[str, Path]) -> dict[str, torch.dtype]:
     for path in sorted(set(files.values())):
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
+                if files.get(name) != path:
+                    continue
                 written = file.get_slice(name).get_dtype()
                 if written not in STORED_TYPES:
                     raise ValueError(f"{name} in {path} is stored as {written}; only {', '.join(STORED_TYPES)} can be converted")
