@@ -65,7 +65,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(path.read_bytes())
         digest = content.pop("digest")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
     except (ValueError, KeyError, AttributeError, TypeError):
         raise ValueError(f"{path} is damaged: it cannot be read") from None

@@ -24,7 +24,7 @@ from tiny import tiny_folder, tiny_spec
 
 import tridentrl.checkpoint.store as store_module
 from tridentrl.checkpoint.collective import on_every_rank
-from tridentrl.checkpoint.manifest import MANIFEST, steps_in
+from tridentrl.checkpoint.manifest import MANIFEST, read_manifest, steps_in
 from tridentrl.checkpoint.model import SCHEDULE, load_model
 from tridentrl.checkpoint.store import CheckpointStore, Contents, verified
 from tridentrl.engine.megatron import MegatronEngine
@@ -223,6 +223,13 @@ def damage_every_file(root: Path) -> None:
 def test_a_file_that_is_truncated_removed_or_changed_is_named_and_the_checkpoint_skipped(tmp_path: Path) -> None:
     odd_folder("qwen2")
     run_ranks(1, damage_every_file, tmp_path)
+
+
+def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file", tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match=f"{path} is not a complete checkpoint"):
+            read_manifest(path)
 
 
 @contextlib.contextmanager
