@@ -3,6 +3,7 @@
 from tridentrl.algos.algorithm import Algorithm
 from tridentrl.algos.cispo import CISPO
 from tridentrl.algos.dapo import DAPO
+from tridentrl.algos.distill_rm import DistillRM
 from tridentrl.algos.dpo import DPO
 from tridentrl.algos.dr_grpo import DrGRPO
 from tridentrl.algos.grpo import GRPO
@@ -26,6 +27,7 @@ __all__ = [
     "RLOO",
     "SFT",
     "Algorithm",
+    "DistillRM",
     "DrGRPO",
     "ReMax",
     "ReinforcePP",

@@ -88,7 +88,7 @@ class Algorithm(ABC):
     """Whether it trains on its own samples, so that a rollout engine is needed."""
     sections: tuple[str, ...] = ("reward",)
     """Which of the sections `reward` and `cost` score its samples, when it is online."""
-    data_keys: ClassVar[tuple[str, ...]] = ()
+    data_keys: tuple[str, ...] = ()
     """Settings of the section `data` that must name a column."""
 
     def __init__(self, config: StepConfig | None = None) -> None:

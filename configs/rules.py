@@ -60,6 +60,7 @@ def violations(config: Config, models: Mapping[str, ModelSpec], *, world: int, b
         *something_ends_the_run(config),
         *the_schedule_has_an_end(config),
         *evaluation_has_files(config),
+        *rows_are_held_out_one_way(config),
         *pairs_have_two_sides(config),
         *clips_have_a_range(config),
     ]
@@ -246,6 +247,11 @@ def the_schedule_has_an_end(config: Config) -> Violations:
 def evaluation_has_files(config: Config) -> Violations:
     if config.data.val_max_rows is not None and not config.data.val_files:
         yield f"data.val_max_rows={config.data.val_max_rows}: there is nothing to evaluate; set data.val_files or data.val_max_rows=null"
+
+
+def rows_are_held_out_one_way(config: Config) -> Violations:
+    if config.data.val_share and config.data.val_files:
+        yield f"data.val_share={config.data.val_share}: data.val_files are held out already; set one of the two"
 
 
 def clips_have_a_range(config: Config) -> Violations:

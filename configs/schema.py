@@ -31,7 +31,9 @@ class DataConfig:
     train_files: Annotated[tuple[Text, ...], MinLen(1)]
     """Required. Paths of `.arrow`, `.parquet`, `.jsonl` or `.json` files; their rows follow each other in this order."""
     val_files: tuple[Text, ...] = ()
-    """Held-out files for evaluation; empty: no evaluation."""
+    """Held-out files for evaluation; empty: no evaluation, but for `val_share`."""
+    val_share: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Share of the training rows, chosen by `seed`, that is held out for evaluation where there are no `val_files`."""
     prompt_key: Text = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     reward_fn_key: Text = "data_source"
@@ -78,7 +80,9 @@ class ModelConfig:
     reference_pretrained_model_name_or_path: Text | None = None
     """The frozen model that KL is measured to; null: the actor as it was at the start."""
     reward_model_pretrained_model_name_or_path: Text | None = None
-    """Body of the reward model that `algorithm.name=reward_model` trains; null: the actor's. A head that it has is kept."""
+    """Body of the reward model that `reward_model` and `distill_rm` train; null: the actor's. A head that it has is kept."""
+    teacher_pretrained_model_name_or_path: Text | None = None
+    """The frozen reward model that `distill_rm` learns from, which needs it."""
     tokenizer_name_or_path: Text | None = None
     """null: the actor's."""
     trust_remote_code: bool = False

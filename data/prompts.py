@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,6 +118,14 @@ class PromptDataset:
             response_ids=self._response(row, "response_key"),
             pair_ids=(chosen, rejected) if chosen and rejected else None,
         )
+
+    def split(self, share: float, seed: int) -> tuple[PromptDataset, PromptDataset]:
+        """The set without a random `share` of its rows (rounded up), and one of these; both in the order of the files."""
+        chosen = set(random.Random(f"{seed}/held out").sample(self._row_ids, math.ceil(share * len(self))))
+        rest, held_out = copy.copy(self), copy.copy(self)
+        rest._row_ids = [row for row in self._row_ids if row not in chosen]
+        held_out._row_ids = [row for row in self._row_ids if row in chosen]
+        return rest, held_out
 
     def _response(self, row: int, setting: str) -> list[int] | None:
         return self._responses[setting][row].tolist() if setting in self._responses else None

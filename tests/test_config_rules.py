@@ -83,6 +83,7 @@ def test_the_defaults_break_no_rule() -> None:
         (["trainer.total_steps=null"], None, 1, "nothing would end the run"),
         (["trainer.total_steps=null", "trainer.epochs=1", "optimizer.schedule=cosine"], None, 1, "the rate falls over"),
         (["data.val_max_rows=3"], None, 1, "there is nothing to evaluate"),
+        (["data.val_share=0.1", "data.val_files=b"], None, 1, "data.val_share=0.1: data.val_files are held out already"),
     ],
 )  # fmt: skip
 def test_one_broken_rule_is_one_text_with_value_rule_and_fix(overrides: list[str], model: ModelSpec | None, world: int, words: str) -> None:

@@ -221,6 +221,18 @@ def test_evaluation_rows_are_limited_and_every_row_is_scored_once(tmp_path: Path
     assert len(dataset(path, split="val", val_max_rows=3)) == 3 and len(dataset(path, split="train", val_max_rows=3)) == 5
 
 
+def test_a_share_of_the_rows_is_held_out_by_seed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [{"prompt": text, "data_source": text} for text in ("a", "b", "a b", "c", "d", "a c", "b c")])
+    rest, held_out = dataset(path).split(0.4, 1)
+    assert len(held_out) == 3 and len(rest) == 4  # 2.8 rounded up
+    assert sorted([row.row_id for row in rows_of(rest)] + [row.row_id for row in rows_of(held_out)]) == list(range(7))
+    for part in (rest, held_out):
+        rows = rows_of(part)
+        assert [row.prompt_text for row in rows] == part.data_sources and rows == sorted(rows, key=lambda row: row.row_id)
+    again, other = dataset(path).split(0.4, 1)[1], dataset(path).split(0.4, 2)[1]
+    assert rows_of(again) == rows_of(held_out) != rows_of(other)
+
+
 def test_an_epoch_holds_every_row_once_in_an_order_from_seed_and_epoch() -> None:
     sampler = PromptSampler(10, 3, seed=1, drop_last=False)
     first, second = (list(itertools.islice(sampler, 4)) for _ in range(2))

@@ -260,6 +260,10 @@ def test_a_reward_model_learns_to_rank_and_is_saved_as_transformers_reads_it(tmp
         (["algorithm.name=dpo", "algorithm.mini_batch_size=3"], "algorithm.mini_batch_size=3: it counts responses, two to a pair"),
         (["algorithm.name=dpo", "algorithm.label_smoothing=0.5"], "algorithm.label_smoothing=0.5: from 0.5 on"),
         (["algorithm.name=dpo", "algorithm.loss_type=ipo", "algorithm.label_smoothing=0.1"], "ipo has no such term"),
+        (["algorithm.name=distill_rm", "algorithm.mini_batch_size=3"], "algorithm.mini_batch_size=3: it counts responses, two to a pair"),
+        (["algorithm.name=distill_rm"], "model.teacher_pretrained_model_name_or_path=null: there is no reward model to learn from"),
+        (["algorithm.name=distill_rm", "algorithm.pairs=false"], "algorithm.name=distill_rm learns from data.response_key"),
+        (["algorithm.name=distill_rm", "algorithm.margin_coef=-1"], "algorithm.margin_coef=-1"),
         (["algorithm.name=dpo", "algorithm.gamma=1"], "unknown key algorithm.gamma"),
     ],
 )

@@ -38,10 +38,12 @@ log = logging.getLogger(__name__)
 
 CRITICS = ("critic", "cost_critic")
 """Roles that train with `optimizer.critic_lr`."""
-VALUED = (*CRITICS, "reward_model")
+VALUED = (*CRITICS, "reward_model", "teacher")
 """Roles with a value head in place of the language model's."""
-FROZEN = ("reference",)
+FROZEN = ("reference", "teacher")
 """Roles without an optimizer."""
+NO_HEAD = "has no head that scores (score.weight); give a sequence classification model with one label"
+"""What is wrong with a language model where a reward model belongs."""
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 """How long one rank waits for the others: longer than the slowest rollout or reward of a step."""
 
@@ -140,6 +142,8 @@ def _model(prepared: Prepared, role: str, device: torch.device, *, optimizer_ste
         if role not in VALUED:
             engine.load(folder)
         elif engine.load_value_model(folder, seed=config.seed):
+            if role in FROZEN:
+                raise ValueError(f"{folder} {NO_HEAD}")
             log.info("%s: %s has no value head, a fresh one is drawn from seed %d", role, folder, config.seed)
     except ValueError as error:
         raise ValueError(f"the pretrained {role}: {error}") from None
@@ -239,7 +243,7 @@ def _scoring_model(prepared: Prepared, name: str, device: torch.device) -> Megat
     engine = _engine(prepared, spec, device, head="value", optimizer=None)
     try:
         if engine.load_value_model(folder, seed=0):
-            raise ValueError("it has no head that scores (score.weight); give a sequence classification model with one label")
+            raise ValueError(f"it {NO_HEAD}")
     except ValueError as error:
         raise ValueError(f"the scoring model {name}: {error}") from None
     engine.offload.park()
@@ -247,14 +251,18 @@ def _scoring_model(prepared: Prepared, name: str, device: torch.device) -> Megat
 
 
 def check_tokenizers(prepared: Prepared, tokenizer: Any) -> None:
-    """Scoring models read the policy's token ids: ValueError names one whose tokenizer gives other ids."""
-    for name, (folder, spec) in prepared.scoring.items():
+    """Scoring models and teachers read the token ids of the model that is trained: ValueError names one whose tokenizer gives others."""
+    readers = {f"the scoring model {name}": (model, "policy") for name, model in prepared.scoring.items()}
+    if "teacher" in prepared.specs:
+        folder = prepared.folders["teacher"]
+        readers[f"the teacher {folder}"] = (folder, prepared.specs["teacher"]), "student"
+    for name, ((folder, spec), trained) in readers.items():
         try:
             same = AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
         except (OSError, ValueError):  # it has none, so it was made for ids
             same = spec.vocab_size >= len(tokenizer)
         if not same:
             raise ValueError(
-                f"the scoring model {name} has another tokenizer than the policy, and it would be given the policy's token ids; "
-                "use one of the policy's family"
+                f"{name} has another tokenizer than the {trained}, and it would be given the {trained}'s token ids; "
+                f"use one of the {trained}'s family"
             )

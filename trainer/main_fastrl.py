@@ -7,12 +7,16 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from tridentrl.configs.load import load_config
 from tridentrl.configs.schema import Config
 from tridentrl.trainer.launcher import find_world, launch, split_launch_flags
 from tridentrl.trainer.world import World
+
+if TYPE_CHECKING:
+    from tridentrl.trainer.rl_trainer import RLTrainer
 
 BAD_INPUT = 2
 """Exit code for settings, files or data that cannot be used."""
@@ -21,13 +25,13 @@ BAD_INPUT = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code. Bad input is one message, before any process is started."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    _quiet_libraries()
+    quiet_libraries()
     try:
         flags, rest = split_launch_flags(argv)
         if find_world(flags, os.environ) is None:
             check_input(rest, world=flags.world_size)
     except (ValueError, ImportError) as error:
-        return _refuse(error)
+        return refuse(error)
     return launch(argv, train_on_this_rank)
 
 
@@ -53,7 +57,7 @@ def config_from(argv: Sequence[str]) -> Config:
     return load_config(known.overrides, known.config, known.config_name, known.config_dir)
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Their warnings about GPU packages that a machine lacks say nothing that our own log line does not."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and the forks of other libraries do not mix
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
@@ -61,9 +65,9 @@ def _quiet_libraries() -> None:
     warnings.simplefilter("ignore")
 
 
-def train_on_this_rank(argv: list[str], world: World) -> int:
-    """The whole run on one rank."""
-    _quiet_libraries()
+def train_on_this_rank(argv: list[str], world: World, then: Callable[[RLTrainer], None] | None = None) -> int:
+    """The whole run on one rank. `then`: what is done with the trained models."""
+    quiet_libraries()
     # What all ranks would say alike, rank 0 says.
     logging.basicConfig(level=logging.WARNING if world.rank == 0 else logging.ERROR, format="%(message)s")
     logging.getLogger("tridentrl").setLevel(logging.INFO if world.rank == 0 else logging.ERROR)
@@ -76,12 +80,15 @@ def train_on_this_rank(argv: list[str], world: World) -> int:
         trainer = RLTrainer(config, world)
     except ValueError as error:
         # Every rank finds the same; one of each machine says it.
-        return _refuse(error) if world.local_rank == 0 else BAD_INPUT
+        return refuse(error) if world.local_rank == 0 else BAD_INPUT
     trainer.run()
+    if then:
+        then(trainer)
     return 0
 
 
-def _refuse(error: Exception) -> int:
+def refuse(error: Exception) -> int:
+    """One message of bad input; returns the exit code."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     return BAD_INPUT
 

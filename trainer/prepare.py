@@ -75,7 +75,10 @@ def prepare(config: Config, *, world: int, later: tuple[Phase, ...] = ()) -> Pre
     roles = all_roles(phases, config) or ("actor",)
     folders, specs = {}, {}
     for role in roles:
-        key, name = _pretrained(config, role)
+        chosen = _collect(problems, partial(_pretrained, config, role))
+        if not chosen:
+            continue
+        key, name = chosen
         folder = _collect(problems, partial(model_folder, name, key=key))
         spec = _collect(problems, partial(_spec, folder), prefix=f"{key}={name}: ") if folder else None
         if folder and spec:
@@ -150,7 +153,9 @@ def _spec(folder: str) -> ModelSpec:
 
 
 def _pretrained(config: Config, role: str) -> tuple[str, str]:
-    """The setting that says where a role's model comes from, and its value."""
+    """The setting that says where a role's model comes from, and its value. ValueError where a teacher is wanting."""
+    if role == "teacher" and not config.model.teacher_pretrained_model_name_or_path:
+        raise ValueError("model.teacher_pretrained_model_name_or_path=null: there is no reward model to learn from; set it to one")
     for key in (f"{role}_pretrained_model_name_or_path", "actor_pretrained_model_name_or_path"):
         if name := getattr(config.model, key):
             return f"model.{key}", name

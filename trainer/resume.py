@@ -23,6 +23,7 @@ from tridentrl.configs.load import save_config, to_dict
 from tridentrl.configs.schema import TaskAlgorithm
 from tridentrl.data.sampler import PromptSampler
 from tridentrl.parallel.grid import Grid
+from tridentrl.trainer.builders import FROZEN
 from tridentrl.trainer.context import TrainContext
 from tridentrl.trainer.phases import Phase, make_phase, phase_of
 from tridentrl.trainer.prepare import Prepared
@@ -143,7 +144,7 @@ def _check_same_kind_of_run(state: Mapping[str, Any], prepared: Prepared, manife
             " checkpoint in trainer.resume, or plan the change in algorithm.schedule"
         )
     phase = phase_of(prepared.phases, manifest.step + 1)
-    trained = set(phase.algorithm.roles(kl_coef=prepared.config.trainer.kl_coef)) - {"reference"}
+    trained = set(phase.algorithm.roles(kl_coef=prepared.config.trainer.kl_coef)) - set(FROZEN)
     if phase.name == state["algorithm"] and not trained <= set(manifest.roles):
         raise ValueError(f"it has the models {', '.join(manifest.roles)}, this run trains {', '.join(sorted(trained))}")
     reference = _reference(prepared)

@@ -93,6 +93,8 @@ class RLTrainer:
         self.val_data = (
             PromptDataset(data.val_files, data, self.tokenizer, split="val", max_response_length=limit) if data.val_files else None
         )
+        if data.val_share and not self.val_data:
+            self.train_data, self.val_data = self.train_data.split(data.val_share, config.seed)
         self.sampler = PromptSampler(
             len(self.train_data), data.train_batch_size, seed=config.seed, shuffle=data.shuffle, drop_last=data.drop_last
         )
