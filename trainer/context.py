@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tridentrl.algos.context import Denominators, MicroBatch, PolicyLoss, ValueLoss
 from tridentrl.algos.rollouts import Rollouts
-from tridentrl.data.balance import balanced_assignment
 from tridentrl.data.prompts import PromptRow
 from tridentrl.engine.hybrid import HybridEngine
 from tridentrl.engine.megatron import MegatronEngine, MicroLoss
@@ -28,7 +27,7 @@ from tridentrl.kernels.advantages import masked_mean, reward_metrics
 from tridentrl.kernels.losses import kl_estimate
 from tridentrl.kernels.masks import neutralise
 from tridentrl.parallel.grid import Grid
-from tridentrl.trainer.exchange import exchange, sequences_of
+from tridentrl.trainer.exchange import exchange, given, sequences_of
 from tridentrl.trainer.judge import Judge
 from tridentrl.trainer.nonfinite import save_batch
 from tridentrl.trainer.step_log import StepLog
@@ -177,26 +176,15 @@ class TrainContext:
         return self._given(prompts, [list(row.pair_ids or ()) for row in prompts])
 
     def _given(self, prompts: Sequence[PromptRow], responses: Sequence[Sequence[list[int]]]) -> Rollouts:
-        """Each row with equally many responses of its own, which stay on one data-parallel rank."""
         self._prompts = prompts
-        each = len(responses[0])
-        totals = [sum(len(row.prompt_ids) + len(ids) for ids in given) for row, given in zip(prompts, responses, strict=True)]
-        owner_N = [owner for owner in balanced_assignment(totals, self.grid.dp) for _ in range(each)]
-        mine = [i for i, owner in enumerate(owner_N) if owner == self.grid.coord(dist.get_rank()).dp_rank]
-        rows_N = [row for row in prompts for _ in range(each)]
-        responses_N = [ids for given in responses for ids in given]
-        tokens = [token for i in mine for token in [*rows_N[i].prompt_ids, *responses_N[i]]]
-        rollouts = Rollouts(
-            group_ids_N=torch.arange(len(prompts)).repeat_interleave(each),
-            prompt_lengths_N=torch.tensor([len(row.prompt_ids) for row in rows_N]),
-            response_lengths_N=torch.tensor([len(ids) for ids in responses_N]),
-            truncated_N=torch.zeros(len(rows_N), dtype=torch.bool),
-            data_sources_N=tuple(row.data_source for row in rows_N),
-            rows_n=torch.tensor(mine, dtype=torch.int64),
-            tokens_T=torch.tensor(tokens, dtype=torch.int64),
-            response_mask_R=torch.ones(sum(len(responses_N[i]) for i in mine)),
-        ).to(self.device)
-        self.log({"rollout/tokens": float(sum(totals)), "rollout/response_tokens": float(sum(map(len, responses_N)))})
+        rollouts = given(prompts, responses, grid=self.grid, device=self.device)
+        lengths = rollouts.response_lengths_N
+        self.log(
+            {
+                "rollout/tokens": (lengths + rollouts.prompt_lengths_N).sum().item(),
+                "rollout/response_tokens": lengths.sum().item(),
+            }
+        )
         return rollouts
 
     def _sync_weights(self) -> None:

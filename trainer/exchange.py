@@ -1,9 +1,11 @@
-"""Responses go from the rollout replica that sampled them to the data-parallel rank that trains them, once per step.
+"""Batches on their data-parallel ranks: responses from the rollout replica that sampled them, or from the data.
 
 Shape legend: N samples of the step over all ranks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from tridentrl.algos.rollouts import Rollouts
 from tridentrl.data.balance import balanced_assignment
+from tridentrl.data.prompts import PromptRow
 from tridentrl.engine.packing import Sequences
 from tridentrl.engine.placement import Placement
 from tridentrl.engine.rollout import Completion
@@ -81,6 +84,27 @@ def exchange(
         tokens_T=torch.cat(tokens),
         response_mask_R=torch.ones_like(logprobs_R),
         fields={"engine_logprobs": logprobs_R},
+    ).to(device)
+
+
+def given(prompts: Sequence[PromptRow], responses: Sequence[Sequence[list[int]]], *, grid: Grid, device: torch.device) -> Rollouts:
+    """A batch of responses that nobody sampled, equally many to each row, in order; those of a row are on one data-parallel rank."""
+    each = len(responses[0])
+    totals = [sum(len(row.prompt_ids) + len(ids) for ids in to_row) for row, to_row in zip(prompts, responses, strict=True)]
+    owner_N = [owner for owner in balanced_assignment(totals, grid.dp) for _ in range(each)]
+    mine = [i for i, owner in enumerate(owner_N) if owner == grid.coord(dist.get_rank()).dp_rank]
+    rows_N = [row for row in prompts for _ in range(each)]
+    responses_N = [ids for to_row in responses for ids in to_row]
+    tokens = [token for i in mine for token in [*rows_N[i].prompt_ids, *responses_N[i]]]
+    return Rollouts(
+        group_ids_N=torch.arange(len(prompts)).repeat_interleave(each),
+        prompt_lengths_N=torch.tensor([len(row.prompt_ids) for row in rows_N]),
+        response_lengths_N=torch.tensor([len(ids) for ids in responses_N]),
+        truncated_N=torch.zeros(len(rows_N), dtype=torch.bool),
+        data_sources_N=tuple(row.data_source for row in rows_N),
+        rows_n=torch.tensor(mine, dtype=torch.int64),
+        tokens_T=torch.tensor(tokens, dtype=torch.int64),
+        response_mask_R=torch.ones(sum(len(responses_N[i]) for i in mine)),
     ).to(device)
 
 
