@@ -29,10 +29,12 @@ from learning_scores import forbidden_digit
 
 HERE = Path(__file__).parent
 TRAIN_ROWS, HELDOUT_ROWS, RESPONSES = 3400, 500, 4
-LEAST_GAIN, LEAST_ERRORS = 0.1, 4.0
+LEAST_GAIN, LEAST_ERRORS = 0.15, 4.0
 """Held-out accuracy rises by at least so much, and by so many standard errors."""
-LEAST_RANKED = 0.9
+LEAST_DPO_GAIN, LEAST_RANKED = 0.05, 0.9
+"""Of pairs: the policy ranks most of them right before any training; a reward model ends so high."""
 COST_LIMIT = 0.05
+COST, MARGIN = "held-out cost", "held-out log-prob of right less wrong sum"
 
 OWN_SETTINGS: dict[str, list[str]] = {
     "safe_rlhf": [
@@ -41,7 +43,7 @@ OWN_SETTINGS: dict[str, list[str]] = {
         f"algorithm.cost_limit={COST_LIMIT}",
         "algorithm.lambda_lr=2",
     ],
-    "reward_model": ["optimizer.critic_lr=1e-3"],
+    "reward_model": ["trainer.total_steps=200", "trainer.save_interval=25"],  # its head starts from nothing
 }
 """Where an algorithm needs more than the shared settings."""
 PAIRS = [
@@ -99,15 +101,20 @@ def main() -> int:
     prepare(folder, seed=options.seed)
     with ThreadPoolExecutor(options.jobs) as pool:
         futures = [pool.submit(measure, folder, name, options.overrides, seed=options.seed) for name in options.only or known]
-        results = [future.result() for future in futures]
+    results, failures = list[Result](), list[str]()
+    for future in futures:
+        try:
+            results.append(future.result())
+        except RuntimeError as error:  # a run that ended with an error
+            failures.append(str(error))
     (folder / "results.json").write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
     if options.figure:
         draw(results, options.figure)
     where = f"{options.jobs} runs at once on {os.cpu_count()} cores, load {load:.1f} before and {os.getloadavg()[0]:.1f} after"
     print(f"\nSeed {options.seed}, {where}, {time.monotonic() - start:.0f} s in all\n")
     print(table(results))
-    broken = [sentence for result in results for sentence in broken_promises(result)]
-    print("\n".join(["", *broken]) if broken else "\nall learn, and the coin teaches nothing")
+    broken = failures + [sentence for result in results for sentence in broken_promises(result)]
+    print("\n".join(["", *broken]) if broken else "\nevery promise is kept")
     return 1 if broken else 0
 
 
@@ -172,11 +179,11 @@ def settings_of(name: str) -> list[str]:
 
     algorithm = "grpo" if name == "coin" else name
     kind = get_algorithm_registry()[algorithm]
-    settings = [f"algorithm.name={algorithm}", *OWN_SETTINGS.get(algorithm, ())]
+    settings, own = [f"algorithm.name={algorithm}"], OWN_SETTINGS.get(algorithm, [])
     if not kind.online:
-        return settings + PAIRS
+        return [*settings, *PAIRS, *own]
     size = "group_size" if hasattr(kind.Config, "group_size") else "samples_per_prompt"
-    return [*settings, f"algorithm.{size}={RESPONSES}", *(COIN if name == "coin" else ())]
+    return [*settings, f"algorithm.{size}={RESPONSES}", *own, *(COIN if name == "coin" else ())]
 
 
 def solved(folder: Path, name: str, *, seconds: float) -> Result:
@@ -192,8 +199,8 @@ def solved(folder: Path, name: str, *, seconds: float) -> Result:
     metrics = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward/mean"] for row in metrics if "reward/mean" in row]
     extra = {"reward in training, first and last 3 steps": [mean(rewards[:3]), mean(rewards[-3:])]}
-    if "ppo" in name or name == "safe_rlhf":
-        extra["held-out cost"] = [costs[first], costs[last]]
+    if name in ("ppo", "safe_rlhf"):  # PPO beside it shows what happens without the limit
+        extra[COST] = [costs[first], costs[last]]
     accuracy = {step: mean(values) for step, values in right.items()}
     return Result(name=name, accuracy=accuracy, error=error_of_gain(right[first], right[last]), seconds=seconds, extra=extra)
 
@@ -205,7 +212,7 @@ def ranked_by_policy(folder: Path, *, seconds: float) -> Result:
     margins |= {step: pair_log_ratios(path, pairs) for step, path in exports(folder, "dpo").items()}
     right = {step: [float(margin > 0) for margin in values] for step, values in margins.items()}
     last = max(margins)
-    extra = {"held-out log-prob of right less wrong sum": [mean(margins[0]), mean(margins[last])]}
+    extra = {MARGIN: [mean(margins[0]), mean(margins[last])]}
     accuracy = {step: mean(values) for step, values in right.items()}
     return Result(name="dpo", accuracy=accuracy, error=error_of_gain(right[0], right[last]), seconds=seconds, extra=extra)
 
@@ -239,14 +246,16 @@ def error_of_gain(before: Sequence[float], after: Sequence[float]) -> float:
 def broken_promises(result: Result) -> list[str]:
     """A sentence for each."""
     name, gain = result.name, result.gain
-    least = max(LEAST_GAIN, LEAST_ERRORS * result.error)
+    least = max(LEAST_DPO_GAIN if name == "dpo" else LEAST_GAIN, LEAST_ERRORS * result.error)
     if name == "coin":
         return [f"coin: rose by {gain:.1%} although its reward is a coin; below {least:.1%} was expected"] if gain >= least else []
     broken = [f"{name}: rose by {gain:.1%}, at least {least:.1%} was expected"] if gain < least else []
     if name == "reward_model" and result.end < LEAST_RANKED:
         broken.append(f"{name}: ranks {result.end:.1%} of held-out pairs right, at least {LEAST_RANKED:.0%} was expected")
-    if name == "safe_rlhf" and result.extra["held-out cost"][1] > COST_LIMIT:
-        broken.append(f"{name}: held-out cost ended at {result.extra['held-out cost'][1]:.3f}, its limit is {COST_LIMIT}")
+    if name == "dpo" and result.extra[MARGIN][1] <= result.extra[MARGIN][0]:
+        broken.append(f"{name}: the margin of held-out pairs did not rise")
+    if name == "safe_rlhf" and result.extra[COST][1] > COST_LIMIT:
+        broken.append(f"{name}: held-out cost ended at {result.extra[COST][1]:.3f}, its limit is {COST_LIMIT}")
     return broken
 
 

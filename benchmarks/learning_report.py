@@ -43,13 +43,11 @@ def table(results: Sequence[Measured]) -> str:
 def draw(results: Sequence[Measured], path: Path) -> None:
     """One small chart per run with held-out accuracy by step; in grey, the others that solve the same problems."""
     rows = -(-len(results) // COLUMNS)
-    figure, grid = plt.subplots(
-        rows, COLUMNS, figsize=(10, 2.1 * rows + 0.4), dpi=130, sharex=True, sharey=True, squeeze=False, layout="constrained"
-    )
+    figure, grid = plt.subplots(rows, COLUMNS, figsize=(10, 2.1 * rows + 0.4), dpi=130, sharey=True, squeeze=False, layout="constrained")
     pairs = {"dpo", "reward_model"}
     for axes, result in zip(grid.flat, results, strict=False):
         for other in results:
-            if (other.name in pairs) == (result.name in pairs):
+            if not pairs & {other.name, result.name}:
                 axes.plot(*zip(*other.accuracy.items(), strict=True), color=OTHERS, linewidth=0.8)
         axes.plot(*zip(*result.accuracy.items(), strict=True), color=CURVE, linewidth=2, marker="o", markersize=3)
         axes.set_title(result.name, loc="left", fontsize=10, weight="bold")
