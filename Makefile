@@ -29,7 +29,7 @@ test: lint
 test-kill: .venv/installed
 	$(RUN) -W ignore tests/killloop/killloop.py
 
-# A quarter of an hour: every algorithm learns the demo's task. One of them: `make test-learning ONLY=rloo`.
+# About twenty minutes: every algorithm learns the demo's task. One of them: `make test-learning ONLY=rloo`.
 test-learning: .venv/installed
 	$(RUN) benchmarks/learning.py $(if $(ONLY),--only $(ONLY))
 

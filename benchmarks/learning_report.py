@@ -43,7 +43,7 @@ def table(results: Sequence[Measured]) -> str:
 def draw(results: Sequence[Measured], path: Path) -> None:
     """One small chart per run with held-out accuracy by step; in grey, the others that solve the same problems."""
     rows = -(-len(results) // COLUMNS)
-    figure, grid = plt.subplots(rows, COLUMNS, figsize=(10, 2.1 * rows + 0.4), dpi=130, sharey=True, squeeze=False, layout="constrained")
+    figure, grid = plt.subplots(rows, COLUMNS, figsize=(10, 2.1 * rows + 0.4), dpi=100, sharey=True, squeeze=False, layout="constrained")
     pairs = {"dpo", "reward_model"}
     for axes, result in zip(grid.flat, results, strict=False):
         for other in results:
