@@ -203,13 +203,12 @@ def _rollout(prepared: Prepared, actor: MegatronEngine, device: torch.device, ra
     )
 
 
-def build_pool(config: Config, section: str, train: PromptDataset, val: PromptDataset | None) -> RewardPool:
-    """Worker processes of this rank for the functions of `section` (`reward` or `cost`). ValueError when a data source of either set has
-    neither function nor model."""
+def build_router(config: Config, section: str, train: PromptDataset, val: PromptDataset | None) -> RewardRouter:
+    """Which function of `section` (`reward` or `cost`) scores what; ValueError when a data source of either set has none and no model."""
     scoring: RewardConfig = getattr(config, section)
     sets = {"data.train_files": train} | ({"data.val_files": val} if val else {})
     with error_of_section(section):
-        router = RewardRouter(
+        return RewardRouter(
             data_sources={
                 key: Counter(source for source in dataset.data_sources if source not in scoring.models) for key, dataset in sets.items()
             },
@@ -218,6 +217,11 @@ def build_pool(config: Config, section: str, train: PromptDataset, val: PromptDa
             default=scoring.default,
             by_source=scoring.by_source,
         )
+
+
+def build_pool(config: Config, section: str, router: RewardRouter) -> RewardPool:
+    """Worker processes of this rank."""
+    scoring: RewardConfig = getattr(config, section)
     return RewardPool(
         router,
         workers=scoring.workers,

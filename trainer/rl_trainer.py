@@ -25,10 +25,12 @@ from tridentrl.data.sampler import PromptSampler, evaluation_batches, planned_st
 from tridentrl.engine.megatron import MegatronEngine
 from tridentrl.engine.rollout import Sampling
 from tridentrl.rewards.pool import RewardPool
+from tridentrl.rewards.routing import RewardRouter
 from tridentrl.trainer.builders import (
     build_engines,
     build_judges,
     build_pool,
+    build_router,
     check_tokenizers,
     end_of_sequence_ids,
     init_distributed,
@@ -69,9 +71,10 @@ class RLTrainer:
         self.leads = world.rank == 0
         self.writer: MetricsWriter | None = None
         check_tokenizers(self.prepared, self.tokenizer)
-        self._lock = own_folder(self.run_folder) if self.leads else None
         self.pools: dict[str, RewardPool] = {}
-        self._add_pools()
+        routers = self._new_routers()
+        self._lock = own_folder(self.run_folder) if self.leads else None
+        self._add_pools(routers)
         self.device = init_distributed(world, cuda=self.config.trainer.device == "cuda")
         self.checkpoints = CheckpointStore(
             self.run_folder / "checkpoints", keep_last=self.config.trainer.keep_last, background=self.config.trainer.async_save
@@ -101,11 +104,13 @@ class RLTrainer:
         self._require_sources(config.algorithm.tasks)
         self.total_steps, self.limit = planned_steps(config.trainer.total_steps, config.trainer.epochs, self.sampler.steps_per_epoch)
 
-    def _add_pools(self) -> None:
-        """Reward workers for every section that some phase asks and nobody serves yet."""
-        for section in sections(self.phases):
-            if section not in self.pools:
-                self.pools[section] = build_pool(self.config, section, self.train_data, self.val_data)
+    def _new_routers(self) -> dict[str, RewardRouter]:
+        """Of every section that some phase asks and nobody serves yet."""
+        new = [section for section in sections(self.phases) if section not in self.pools]
+        return {section: build_router(self.config, section, self.train_data, self.val_data) for section in new}
+
+    def _add_pools(self, routers: Mapping[str, RewardRouter]) -> None:
+        self.pools |= {section: build_pool(self.config, section, router) for section, router in routers.items()}
 
     def _start_records(self) -> None:
         """The run folder: the one that the resumed checkpoint lies in, less what came after it. Any other is moved aside, never lost."""
@@ -198,7 +203,7 @@ class RLTrainer:
 
     def _enter(self, phase: Phase) -> None:
         there = {role: engine.spec for role, engine in self.engines.models.items()}
-        self._add_pools()
+        self._add_pools(self._new_routers())
         unserved = {section: pool for section, pool in self.pools.items() if section not in self.context.judges}
         self.context.judges |= build_judges(self.prepared, unserved, self.tokenizer, self.device)
         self.context.rest_rollout()
