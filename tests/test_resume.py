@@ -174,6 +174,10 @@ def test_what_resume_asks_for_is_what_happens(tmp_path: Path) -> None:
     # From a folder elsewhere into a run of another name; and anew, the old run moved aside.
     run_ranks(1, run, [*base, "exp_name=branch", "trainer.total_steps=3", f"trainer.resume={checkpoints / 'step_2'}"])
     assert records(tmp_path / "outputs" / "branch") == [third]
+    # The same command again goes on where that came to, and does not set out once more.
+    log = run_ranks(1, run, [*base, "exp_name=branch", "trainer.total_steps=4", f"trainer.resume={checkpoints / 'step_2'}"])[0]
+    assert any(line.startswith("resumed after step 3") for line in log)
+    assert [record["step"] for record in records(tmp_path / "outputs" / "branch")] == [3, 4]
     run_ranks(1, run, [*base, "trainer.total_steps=1", "trainer.resume=never"])
     assert [record["step"] for record in records(folder)] == [1]
     (moved,) = (tmp_path / "outputs").glob("run.before-*")

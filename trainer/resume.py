@@ -27,6 +27,8 @@ from tridentrl.trainer.builders import FROZEN
 from tridentrl.trainer.context import TrainContext
 from tridentrl.trainer.phases import Phase, make_phase, phase_of
 from tridentrl.trainer.prepare import Prepared
+from tridentrl.weights.hf_io import stored_tensors
+from tridentrl.weights.torch_dist import checkpoint_in
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ def find_checkpoint(prepared: Prepared, checkpoints: CheckpointStore, sampler: P
         if newest is None:
             return None
         folder, manifest = newest
+    elif later := _later(checkpoints, Path(resume)):
+        folder, manifest = later
     else:
         folder = Path(resume)
         try:
@@ -72,6 +76,15 @@ def find_checkpoint(prepared: Prepared, checkpoints: CheckpointStore, sampler: P
     except ValueError as error:
         raise ValueError(f"cannot resume from {folder}: {error}. For a new run set trainer.resume=never or another exp_name") from None
     return Found(folder, manifest, state)
+
+
+def _later(checkpoints: CheckpointStore, start: Path) -> tuple[Path, Manifest] | None:
+    """The run's own newest checkpoint, if the run had set out from `start`: the same command, started once more, goes on from there."""
+    newest = checkpoints.newest()
+    if newest is None:
+        return None
+    resume = torch.load(newest[0] / "trainer.pt", weights_only=True)["config"]["trainer"]["resume"]
+    return newest if Path(resume).resolve() == start.resolve() else None
 
 
 def run_contents(prepared: Prepared, context: TrainContext, sampler: PromptSampler, phase: Phase, switches: Sequence[Phase]) -> Contents:
@@ -163,9 +176,14 @@ def _reference(prepared: Prepared) -> dict[str, str] | None:
 
 @functools.cache
 def model_fingerprint(folder: str) -> str:
-    """SHA-256 over names, sizes and evenly spread samples of the weight files: other weights give another, and it costs no full read."""
+    """SHA-256 over names, sizes and evenly spread samples of the weight files: other weights give another, and it costs no full read.
+
+    The same model as a Hugging Face and as a converted folder has two.
+    """
     digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    converted = checkpoint_in(folder)
+    files = converted.glob("*.distcp") if converted else set(stored_tensors(folder).values())
+    for path in sorted(files):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:

@@ -64,6 +64,9 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def stored_tensors(folder: str | os.PathLike[str]) -> dict[str, Path]:
     """Tensor name: the safetensors file that has it. Raises ValueError when there is none, or a listed file is missing."""
     root = Path(folder)
+    if (root / SINGLE).is_file():  # before an index, as transformers does
+        with _opened(root / SINGLE) as file:
+            return dict.fromkeys(file.keys(), root / SINGLE)
     if (root / INDEX).is_file():
         try:
             files = {name: root / file for name, file in json.loads((root / INDEX).read_text())["weight_map"].items()}
@@ -73,9 +76,6 @@ def stored_tensors(folder: str | os.PathLike[str]) -> dict[str, Path]:
         if absent:
             raise ValueError(f"{root / INDEX} lists files that are not there: {', '.join(absent)}; download the model again")
         return files
-    if (root / SINGLE).is_file():
-        with _opened(root / SINGLE) as file:
-            return dict.fromkeys(file.keys(), root / SINGLE)
     if any(root.glob("*.bin")):
         raise ValueError(
             f"{root} has its weights only as pickle files (*.bin), which can run code when read and are never opened here; convert them "
