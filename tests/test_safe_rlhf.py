@@ -1,4 +1,4 @@
-"""Safe RLHF: the multiplier by hand, the losses in float64 loops, whole runs with a cost that can be lowered."""
+"""Safe RLHF: the multiplier by hand, the losses in plain loops, a whole run. Other layouts: test_online_runs."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def compute_score(response, ground_truth):
 '''
 
 
-def test_runs_on_layouts_agree_and_a_resume_goes_on_with_the_multiplier(tmp_path: Path) -> None:
+def test_the_multiplier_follows_the_cost_of_a_run_and_a_resume_goes_on_with_it(tmp_path: Path) -> None:
     (tmp_path / "long.py").write_text(LONG)
     settings = [
         *common(tmp_path),
@@ -148,24 +148,16 @@ def test_runs_on_layouts_agree_and_a_resume_goes_on_with_the_multiplier(tmp_path
         "trainer.total_steps=4",
     ]
     outputs = tmp_path / "outputs"
-    layouts = {"tp2": ["parallel.tensor=2"], "pp2": ["parallel.pipeline=2"], "dp2": ["parallel.tensor=1"]}
-    for name, layout in layouts.items():
-        run_ranks(2, run, [*settings, *layout, f"exp_name={name}"])
-    run_ranks(2, run, [*settings, *layouts["dp2"], "exp_name=parts"], 3)
-    run_ranks(2, run, [*settings, *layouts["dp2"], "exp_name=parts"])
+    settings.append("parallel.tensor=1")
+    run_ranks(2, run, [*settings, "exp_name=dp2"])
+    run_ranks(2, run, [*settings, "exp_name=parts"], 3)
+    run_ranks(2, run, [*settings, "exp_name=parts"])
     assert records(outputs / "parts") == records(outputs / "dp2")
-    lines = {name: [line for line in records(outputs / name) if "actor/loss" in line] for name in layouts}
     multiplier = 1.0
-    for line in lines["dp2"]:
+    for line in [line for line in records(outputs / "dp2") if "actor/loss" in line]:
         multiplier *= math.exp(multiplier * (line["cost/mean"] - 0.2))
         assert line["safe_rlhf/lambda"] == pytest.approx(multiplier, rel=1e-5)
         assert line["cost_critic/loss"] > 0 and line["critic/loss"] != line["cost_critic/loss"]
-    for name in ("tp2", "pp2"):
-        for key in ("actor/loss", "critic/loss", "cost_critic/loss", "safe_rlhf/lambda", "cost/mean"):
-            assert [line[key] for line in lines[name]] == pytest.approx([line[key] for line in lines["dp2"]], rel=1e-3, abs=1e-5), (
-                name,
-                key,
-            )
     evaluated = [line for line in records(outputs / "dp2") if "val/cost/mean" in line]
     assert len(evaluated) == 2 and all(0 <= line["val/cost/mean"] <= 1 for line in evaluated)
     assert (outputs / "dp2" / "hf" / "step_4-cost_critic" / "config.json").exists()

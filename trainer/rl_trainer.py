@@ -202,7 +202,7 @@ class RLTrainer:
         self.phases, self.switches = phases, tuple(switches)
 
     def _enter(self, phase: Phase) -> None:
-        there = {role: engine.spec for role, engine in self.engines.models.items()}
+        there = list(self.engines.models)
         self._add_pools(self._new_routers())
         unserved = {section: pool for section, pool in self.pools.items() if section not in self.context.judges}
         self.context.judges |= build_judges(self.prepared, unserved, self.tokenizer, self.device)
@@ -210,8 +210,7 @@ class RLTrainer:
         built = self._build_missing(phase)
         self.phase = phase
         if self.leads:
-            used = phase.algorithm.roles(kl_coef=self.config.trainer.kl_coef)
-            reused = ", ".join(described(role, self.engines[role]) for role in used if role in there) or "nothing"
+            reused = ", ".join(described(role, self.engines[role]) for role in there)
             new = ", ".join(described(role, self.engines[role]) for role in built)
             log.info(
                 "Loaded %s controller. Reusing %s from existing workers.%s", phase.name.upper(), reused, f" Built {new}." if new else ""
