@@ -39,6 +39,11 @@ class PerTask(Algorithm):
     """
 
     def __init__(self, default: Algorithm, tasks: Mapping[str, Algorithm]) -> None:
+        if "default" in tasks:
+            raise ValueError(
+                "algorithm.tasks.default: that name stands for the rows of all sources without a task; set algorithm.name for them, or give"
+                " the rows another data source"
+            )
         self.default, self.tasks = default, dict(tasks)
         self.config = default.config
         self.sections = tuple(dict.fromkeys(section for part in self._parts().values() for section in part.sections))

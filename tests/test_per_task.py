@@ -127,6 +127,7 @@ def refused(overrides: list[str]) -> str:
         ("{math: {name: sft}}", "the algorithm of math learns from given responses"),
         ("{math: {name: grpo, config: {epochs: 2}}}", "set mini_batch_size=null and epochs=1 everywhere"),
         ("{math: {name: dapo}}", "the algorithm of math would draw further prompts"),
+        ("{default: {name: rloo}}", "algorithm.tasks.default: that name stands for the rows of all sources without a task"),
         ("{math: grpo}", "algorithm.tasks must be a mapping from text to a mapping from text to any value"),
     ],
 )
