@@ -110,7 +110,8 @@ def test_a_model_that_nobody_has_is_built_at_the_switch_and_a_resume_lands_in_th
 
 def test_supervised_training_first_then_rollouts(tmp_path: Path) -> None:
     settings = [*base(tmp_path), "data.response_key=answer", "data.val_files=[]", "trainer.eval_interval=null", "trainer.resume=never"]
-    log = run_ranks(2, run, [*settings, schedule("at: 0, name: sft", f"at: 2, {GRPO}")])[0]
+    log = run_ranks(2, run, [*settings, schedule("at: 0, name: sft", f"at: 2, {GRPO}", "at: 4, name: ppo")])[0]
+    assert "algorithm.schedule: ppo at 4 never runs, the run has 4 steps" in log
     line = next(line for line in log if line.startswith("Loaded"))
     assert line == "Loaded GRPO controller. Reusing Actor(352K) from existing workers. Built Reference(352K)."
     lines = records(tmp_path / "outputs" / "default")

@@ -133,6 +133,9 @@ class RLTrainer:
             for name, data in (("train", self.train_data), ("val", self.val_data)):
                 if data and data.dropped:
                     log.info("%s rows left out: %s", name, dict(data.dropped))
+            for phase in self.phases:
+                if phase.at >= self.total_steps:
+                    log.warning("algorithm.schedule: %s at %d never runs, the run has %d steps", phase.name, phase.at, self.total_steps)
             if self.sampler.dropped_per_epoch:
                 log.info("%d training rows of each epoch do not fill a batch and are left out", self.sampler.dropped_per_epoch)
         self.engines = Engines(models={})
