@@ -25,7 +25,7 @@ from tridentrl.engine.packing import PackedMicroBatch
 from tridentrl.engine.rollout import Request, Sampling, sample_seed
 from tridentrl.kernels.advantages import masked_mean, reward_metrics
 from tridentrl.kernels.losses import kl_estimate
-from tridentrl.kernels.masks import neutralise
+from tridentrl.kernels.masks import neutralise, sum_per_sample
 from tridentrl.parallel.grid import Grid
 from tridentrl.trainer.exchange import exchange, given, sequences_of
 from tridentrl.trainer.judge import Judge
@@ -126,14 +126,13 @@ class TrainContext:
                 100 * cut,
                 self.sampling.max_response_length,
             )
+        self._log_tokens(rollouts)
         self.log(
             {
                 "rollout/length_mean": lengths.mean().item(),
                 "rollout/length_max": lengths.max().item(),
                 "rollout/truncated_share": cut,
                 "rollout/prompt_length_mean": rollouts.prompt_lengths_N.float().mean().item(),
-                "rollout/response_tokens": lengths.sum().item(),
-                "rollout/tokens": (lengths + rollouts.prompt_lengths_N).sum().item(),
                 "rollout/weight_version": self._hybrid.version,
             }
         )
@@ -178,14 +177,12 @@ class TrainContext:
     def _given(self, prompts: Sequence[PromptRow], responses: Sequence[Sequence[list[int]]]) -> Rollouts:
         self._prompts = prompts
         rollouts = given(prompts, responses, grid=self.grid, device=self.device)
-        lengths = rollouts.response_lengths_N
-        self.log(
-            {
-                "rollout/tokens": (lengths + rollouts.prompt_lengths_N).sum().item(),
-                "rollout/response_tokens": lengths.sum().item(),
-            }
-        )
+        self._log_tokens(rollouts)
         return rollouts
+
+    def _log_tokens(self, rollouts: Rollouts) -> None:
+        responses, prompts = rollouts.response_lengths_N.sum().item(), rollouts.prompt_lengths_N.sum().item()
+        self.log({"rollout/response_tokens": responses, "rollout/tokens": prompts + responses})
 
     def _sync_weights(self) -> None:
         self._hybrid.rollout.wake("weights")
@@ -334,9 +331,8 @@ class TrainContext:
 
     def _denominators(self, batch: Rollouts) -> Denominators:
         """Trained tokens and samples of `batch` over all data-parallel ranks."""
-        parts = batch.response_mask_R.split(batch.lengths_n.tolist())
-        trained = sum(bool(part.sum() > 0) for part in parts)
-        sizes = torch.tensor([batch.response_mask_R.sum().item(), trained], device=self.device)
+        trained_n = sum_per_sample(batch.response_mask_R, batch.lengths_n)
+        sizes = torch.stack([trained_n.sum(), (trained_n > 0).float().sum()])
         if self.data_group:
             dist.all_reduce(sizes, group=self.data_group)
         return Denominators(tokens=sizes[0].item(), sequences=sizes[1].item(), longest=self.max_response_length)

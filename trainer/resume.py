@@ -93,7 +93,7 @@ def run_contents(prepared: Prepared, context: TrainContext, sampler: PromptSampl
         "algorithm": phase.name,
         "algorithm_since": phase.at,
         "algorithm_state": phase.algorithm.state_dict(),
-        "tasks": sorted(phase.tasks),
+        "tasks": {task: chosen.name for task, chosen in phase.tasks.items()},
         "switches": [
             {"at": switch.at, "name": switch.name, "config": dict(switch.config), "tasks": {t: vars(a) for t, a in switch.tasks.items()}}
             for switch in switches
@@ -131,7 +131,9 @@ def restore(found: Found, prepared: Prepared, context: TrainContext, phase: Phas
             if role in found.manifest.roles:
                 load_model(engine, found.folder / role)
     context.load_state_dict(found.state["context"])
-    if (phase.name, phase.at, sorted(phase.tasks)) == tuple(found.state[key] for key in ("algorithm", "algorithm_since", "tasks")):
+    tasks = {task: chosen.name for task, chosen in phase.tasks.items()}
+    goes_on = (phase.name, phase.at, tasks) == tuple(found.state[key] for key in ("algorithm", "algorithm_since", "tasks"))
+    if goes_on:
         phase.algorithm.load_state_dict(found.state["algorithm_state"])
     same_layout = found.manifest.layout == asdict(prepared.grid)
     if same_layout:
@@ -140,6 +142,8 @@ def restore(found: Found, prepared: Prepared, context: TrainContext, phase: Phas
         log.info("resumed after step %d from %s", found.manifest.step, found.folder)
         if phase.name != found.state["algorithm"]:
             log.info("%s takes over from %s", phase.name, found.state["algorithm"])
+        elif not goes_on:
+            log.info("%s starts afresh: it takes its turn here, or the algorithms of the tasks are others", phase.name)
         if unused := sorted(set(found.manifest.roles) - set(context.engines.models)):
             log.info("no algorithm of this run uses the %s of the checkpoint, which is left there", " and the ".join(unused))
         if not same_layout:

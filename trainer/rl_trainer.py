@@ -72,7 +72,7 @@ class RLTrainer:
         self.writer: MetricsWriter | None = None
         check_tokenizers(self.prepared, self.tokenizer)
         self.pools: dict[str, RewardPool] = {}
-        routers = self._new_routers()
+        routers = self._new_routers(self.phases)
         self._lock = own_folder(self.run_folder) if self.leads else None
         self._add_pools(routers)
         self.device = init_distributed(world, cuda=self.config.trainer.device == "cuda")
@@ -81,8 +81,8 @@ class RLTrainer:
         )
         self.resumed = find_checkpoint(self.prepared, self.checkpoints, self.sampler)
         self.steps_done = self.resumed.manifest.step if self.resumed else 0
-        if self.resumed:
-            self._plan(switches_of(self.resumed))
+        if self.resumed and (switches := switches_of(self.resumed)):
+            self._plan(switches)
         self.phase = phase_of(self.phases, self.steps_done + 1)
         self.complete = self.steps_done >= self.total_steps
         if not self.complete:
@@ -104,9 +104,9 @@ class RLTrainer:
         self._require_sources(config.algorithm.tasks)
         self.total_steps, self.limit = planned_steps(config.trainer.total_steps, config.trainer.epochs, self.sampler.steps_per_epoch)
 
-    def _new_routers(self) -> dict[str, RewardRouter]:
+    def _new_routers(self, phases: Sequence[Phase]) -> dict[str, RewardRouter]:
         """Of every section that some phase asks and nobody serves yet."""
-        new = [section for section in sections(self.phases) if section not in self.pools]
+        new = [section for section in sections(phases) if section not in self.pools]
         return {section: build_router(self.config, section, self.train_data, self.val_data) for section in new}
 
     def _add_pools(self, routers: Mapping[str, RewardRouter]) -> None:
@@ -201,12 +201,13 @@ class RLTrainer:
         phases = self.phases
         for switch in switches:
             phases = (*(phase for phase in phases if phase.at < switch.at), switch)
-        self.prepared = prepare(self.config, world=self.world.world_size, later=phases)
-        self.phases, self.switches = phases, tuple(switches)
+        prepared = prepare(self.config, world=self.world.world_size, later=phases)
+        check_tokenizers(prepared, self.tokenizer)
+        self._add_pools(self._new_routers(phases))
+        self.prepared, self.phases, self.switches = prepared, phases, tuple(switches)
 
     def _enter(self, phase: Phase) -> None:
         there = list(self.engines.models)
-        self._add_pools(self._new_routers())
         unserved = {section: pool for section, pool in self.pools.items() if section not in self.context.judges}
         self.context.judges |= build_judges(self.prepared, unserved, self.tokenizer, self.device)
         self.context.rest_rollout()
