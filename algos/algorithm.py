@@ -46,9 +46,7 @@ class PairConfig(StepConfig):
     """Of algorithms that learn from preference pairs, with one loss for each pair."""
 
     def problems(self) -> list[str]:
-        mini = self.mini_batch_size
-        even = mini is None or mini % 2 == 0
-        return [*super().problems(), *rule("mini_batch_size", mini, even, "it counts responses, two to a pair; set an even number")]
+        return [*super().problems(), *whole_pairs(self.mini_batch_size)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +76,12 @@ class BaseConfig(StepConfig):
 def rule(key: str, value: Any, holds: bool, sentence: str) -> list[str]:
     """Nothing where the rule holds, else one error message."""
     return [] if holds else [f"{key}={'null' if value is None else value}: {sentence}"]
+
+
+def whole_pairs(mini_batch_size: int | None) -> list[str]:
+    """The rule that a mini-batch does not cut a pair in two."""
+    even = mini_batch_size is None or mini_batch_size % 2 == 0
+    return rule("mini_batch_size", mini_batch_size, even, "it counts responses, two to a pair; set an even number")
 
 
 class Algorithm(ABC):

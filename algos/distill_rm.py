@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tridentrl.algos.algorithm import Algorithm, StepConfig, rule
+from tridentrl.algos.algorithm import Algorithm, StepConfig, rule, whole_pairs
 from tridentrl.algos.context import Context, MicroBatch, Prompt
 from tridentrl.algos.registry import register
 from tridentrl.algos.rollouts import Rollouts
@@ -38,12 +38,10 @@ class DistillRMConfig(StepConfig):
     """Weight of the cross-entropy between the margins of teacher and student, of pairs only. 1: it counts like the squared error."""
 
     def problems(self) -> list[str]:
-        mini = self.mini_batch_size
-        even = not self.pairs or mini is None or mini % 2 == 0
         return [
             *super().problems(),
             *rule("margin_coef", self.margin_coef, self.margin_coef >= 0, "set 0 or more, usually 1"),
-            *rule("mini_batch_size", mini, even, "it counts responses, two to a pair; set an even number"),
+            *(whole_pairs(self.mini_batch_size) if self.pairs else []),
         ]
 
 

@@ -120,6 +120,14 @@ def test_supervised_training_first_then_rollouts(tmp_path: Path) -> None:
     assert lines[2]["rollout/train_logprob_diff_max"] < 1e-4
 
 
+def test_a_resume_lands_behind_a_switch_that_needs_what_the_settings_do_not_ask_for(tmp_path: Path) -> None:
+    settings = [*base(tmp_path), "data.response_key=answer", "data.val_files=[]", "trainer.eval_interval=null", "algorithm.name=sft"]
+    run_ranks(2, run_and_switch, [*settings, "trainer.save_interval=1"], 1, "grpo", {"group_size": 2, "beta": 0.0}, 2)
+    run_ranks(2, run, settings)
+    lines = records(tmp_path / "outputs" / "default")
+    assert [("actor/nll" in line, "reward/mean" in line) for line in lines] == [(True, False)] + [(False, True)] * 3
+
+
 def test_the_plan_counts_steps_and_optimizer_steps(tmp_path: Path) -> None:
     config = load_config([*toy_overrides(tmp_path), schedule(f"at: 2, {GRPO}"), "algorithm.name=sft", "algorithm.epochs=3"])
     phases = planned_phases(config.algorithm)
